@@ -85,6 +85,7 @@ def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) 
     One more round runs first and is not counted.
 
     folder: Folder of the dataset.
+    device: Device to which the batches are copied.
     num_batches: Number of batches in a round.
     """
     data = open_dataset(folder, splits=("train",), read_everything=False)

@@ -1,9 +1,11 @@
-"""Compares an evaluation with halting by the Q head (halting=act) with one of all steps (max).
+"""Compares the time of two evaluations: the model halts puzzles, or takes all steps.
 
     python -m benchmarks.evaluation [--checkpoint PATH]
 
-Without --checkpoint, the model of the demo is trained first, and evaluated with 16 thinking steps instead of
-4. Both variants evaluate the same test puzzles, in turns, in one process.
+With halting=act, an output of the model, the Q head, decides after how many thinking steps (calls of the
+model) a puzzle ends. With halting=max, every puzzle takes the maximum number of steps. Without --checkpoint,
+the model of the demo is trained first, and evaluated with 16 thinking steps instead of 4. Both variants
+evaluate the same test puzzles, in turns, in one process.
 """
 
 import tempfile

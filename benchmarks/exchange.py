@@ -4,13 +4,14 @@
     python -m benchmarks.exchange --line 100mbit 25        # emulated machines (root): rate, one-way ms
     torchrun ... -m benchmarks.exchange --at-least 0.85    # on the machines of a run
 
-alone           a step without messages
-default         the keys of a run have their defaults
+alone           a step without messages between processes
+default         default values of the config keys
 shared          sync=auto, which sums gradients in shared memory. Only on the CPUs of this machine
 flat, ddp       sync=flat, sync=ddp
 bfloat16        sync_dtype=bfloat16
 per_parameter   a step without messages, then a blocking all-reduce for each parameter
-local_steps_N   local_steps=N, computed from `alone` and from a step that merges the weights
+local_steps_N   local_steps=N: ranks train without messages for N steps, then take the mean of their weights.
+                Computed from `alone` and from a step that merges the weights
 copy            only a copy of all gradients in memory, on each rank. The sum of `shared` cannot be faster
 
 Only `default` may shard the optimizer. The efficiency of a method is the time of `alone` / its time. Under
@@ -57,9 +58,11 @@ _LOCAL_STEPS = (8, 32)
 
 
 class _Exchange:
-    """Several models in training. Each sums its gradients over ranks with another method.
+    """Several models in training. Each sums its gradients over ranks with another method, or not.
 
-    ways: Names of the methods, keys of _EXCHANGES.
+    The benchmark times the functions in the dict `turns`, {name of the method: function}.
+
+    ways: Names of the methods, keys of _EXCHANGES, such as "flat" or "ddp".
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):
@@ -81,7 +84,10 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes a training step that merges the weights of all ranks, as with local_steps=N after N steps."""
+        """Makes a training step that merges the weights of all ranks.
+
+        With local_steps=N, every N-th step does this. All ranks call it.
+        """
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0
@@ -159,7 +165,10 @@ def _measure_exchange(options: argparse.Namespace) -> None:
 
 
 def _measure_cluster(options: argparse.Namespace) -> None:
-    """Measures and prints the efficiency of a training on the machines of torchrun. All ranks call it."""
+    """Measures and prints the efficiency of a training on the machines of torchrun.
+
+    All ranks call it. If the efficiency is below the option --at-least, ends all ranks with an error.
+    """
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}
     with process_group(device):
@@ -189,6 +198,9 @@ def _measure_cluster(options: argparse.Namespace) -> None:
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
     """Emulates `count` machines on this machine. Returns the Linux network namespace of each.
 
+    Exits the program if this is not possible here.
+
+    options: Options of the program. `line` contains the rate and the delay of the emulated network.
     opened: Stack that ends the emulation when it is closed.
     """
     from tests.system.machines import emulate, why_not

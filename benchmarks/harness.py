@@ -38,9 +38,10 @@ def fail(reason: object) -> NoReturn:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs the `main` function of a benchmark. OSError and ValueError become a one-line message and status 1.
+    """Runs the `main` function of a benchmark.
 
-    Signals such as SIGTERM raise SystemExit, so that `main` can end its child processes.
+    OSError and ValueError become a one-line message and status 1. Signals such as SIGTERM raise SystemExit,
+    so that `main` can end its child processes.
     """
     for signal_number in {*stop_signals()} - {signal.SIGINT}:
         signal.signal(signal_number, lambda signal_number, _: sys.exit(128 + signal_number))
@@ -76,7 +77,7 @@ def benchmark_parser(
 
 
 def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the command line of a benchmark.
+    """Parses and checks the command line of a benchmark. Exits if it is invalid.
 
     The returned options have an additional attribute `load` (`Load`). It measures how much CPU time other
     programs use from now on.
@@ -129,9 +130,9 @@ class Load:
         self._began, self._cpu = time.perf_counter(), cpu_seconds()
 
     def other_cores(self) -> float | None:
-        """Returns the mean number of cores that other programs used. None if the system is not Linux.
+        """Returns the mean number of cores that other programs used since this object was created.
 
-        Call it after the child processes of this program have ended.
+        Returns None if the system is not Linux. Call it after the child processes of this program have ended.
         """
         now = cpu_seconds()
         if now is None or self._cpu is None:
@@ -141,9 +142,10 @@ class Load:
 
 
 def cpu_seconds() -> tuple[float, float] | None:
-    """Returns used CPU time in seconds: (all programs on the machine, this program and its ended children).
+    """Returns used CPU time in seconds: (all programs on the machine, this program).
 
-    Returns None if the system is not Linux.
+    The first number counts from the start of the machine. The second includes ended child processes of this
+    program. Returns None if the system is not Linux.
     """
     try:
         with open("/proc/stat") as file:
@@ -170,7 +172,8 @@ def print_report(
 
     name: Name of the benchmark.
     options: Options from `parse`.
-    header, rows: Cells of the table.
+    header: Names of the columns of the table.
+    rows: Cells of the table as texts, one list for each row.
     result: Values for the line of JSON.
     notes: Lines below the table.
     """

@@ -1,4 +1,4 @@
-"""Compares the bytes that a rank stores and sends with formulas (docs/parallel.md).
+"""Compares the bytes that a rank stores and sends in a training with formulas (docs/parallel.md).
 
     python -m benchmarks.layout --device cuda --layout pipeline_parallel_degree=2
 
@@ -57,8 +57,9 @@ _PURPOSES = {
 def counting() -> Iterator[dict[str, Sent]]:
     """Context manager that counts the messages and bytes that this rank sends with torch.distributed.
 
-    Yields {purpose, such as "sums of gradients": numbers of messages and bytes}. The block fills it. The
-    model must compute in bfloat16, because the dtype of a message shows its purpose.
+    Yields a dict that is filled while the `with` block runs. It contains {purpose: (number of messages,
+    number of bytes)}. A purpose is for example "sums of gradients". The model must compute in bfloat16,
+    because the dtype of a message shows its purpose.
     """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
@@ -89,7 +90,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 def stored_bytes(state: TrainState) -> dict[str, int]:
     """Returns how many bytes this rank stores between training steps.
 
-    Example: {"weights": 4096, "moments": 8192}. The keys are those of `Needs.memory`.
+    Example: {"weights": 4096, "moments": 8192}. `computed` returns the same keys.
     """
     weights = list(state.model.network.parameters())
     gradients = [view for flat in state.weights.flats for view in flat.views(flat.gradients).values()]
@@ -108,10 +109,11 @@ def stored_bytes(state: TrainState) -> dict[str, int]:
 
 
 def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, float], dict[str, Sent]]:
-    """Computes from formulas how many bytes each rank should store and send. `Needs` contains the formulas.
+    """Computes from formulas how many bytes each rank should store and send.
 
-    Returns ({part: stored bytes}, {purpose: numbers of sent messages and bytes}). A part is a name such as
-    "weights". The number of ranks is that of the running process group.
+    Returns ({part: stored bytes}, {purpose: (number of messages, bytes) in a training step}). A part is a
+    name such as "weights", a purpose a name such as "sums of gradients". The number of ranks is that of the
+    running process group. The class `Needs` (training/dry_run.py) contains the formulas.
     """
     counter = count_steps(config, metadata)
     needs = Needs(config, counter, layout_of(config, world_size()))
@@ -151,9 +153,10 @@ class _Layout:
         self._trainer = Trainer(device, *overrides, puzzles=options.puzzles)
 
     def count(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns stored and sent bytes of a training step, as (counted bytes, bytes by formulas).
+        """Makes a training step. Returns (counted bytes, bytes by formulas) of this rank.
 
-        Both are {"weights": bytes, "sums of gradients": bytes, ...}.
+        Both are {"weights": bytes, "sums of gradients": bytes, ...}, with stored and sent bytes. All ranks
+        call it.
         """
         trainer = self._trainer
         with counting() as sent:

@@ -43,7 +43,10 @@ class _Memory:
         self._trainer, self._device = trainer, device
 
     def memory_bytes(self) -> dict[str, int]:
-        """Returns the bytes on this rank of each part of a checkpoint, and the "peak" of the process."""
+        """Returns how many bytes this rank stores: {section of a checkpoint: bytes, "peak": bytes}.
+
+        A section is a name such as "weights". "peak" is the peak memory of the process.
+        """
         parts = {
             part: sum(tensor.nbytes for tensor in tensors.values())
             for part, tensors in self._trainer.parts().items()

@@ -2,11 +2,13 @@
 
     python -m benchmarks.optimizers
 
-Contenders for AdamATan2 and the moving average:
+Dense weights are all weights except puzzle embeddings. Compared implementations of AdamATan2 and of the
+moving average:
 
     ours     our update
     eager    our AdamATan2 without torch.compile
-    loop     one operation after another over the parameters, as the public code without its CUDA kernel
+    loop     one operation after another over the parameters, as the code that the authors of HRM published,
+             without its CUDA kernel
     adamw    fused AdamW of torch
     traffic  an in-place operation that reads and writes the same number of bytes: the lower limit
 
@@ -64,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 class _Updates:
     """All compared implementations of the optimizer step and of the moving average of the weights.
 
-    Each implementation has its own copy of the same weights and gradients.
+    All start with equal weights and gradients. The benchmark times the functions in the dict `turns`, {name
+    of the implementation: function}.
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace):
@@ -107,7 +110,7 @@ class _Updates:
         return self.num_weights
 
     def _loop(self, weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
-        """Returns a function that updates one parameter after the other with AdamATan2.
+        """Returns a function that updates one parameter after the other with AdamATan2, in place.
 
         It uses separate torch operations, as the package adam-atan2-pytorch without its CUDA kernel.
         """

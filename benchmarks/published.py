@@ -1,6 +1,7 @@
 """The training step of the public code of HRM and TRM, as the baseline of speed benchmarks.
 
-This is a rewrite that computes in the same way as the public code:
+The public code is the code that the authors of these models published. This is a rewrite that computes in the
+same way:
 
 - float32 weights are cast in every use.
 - Rotary positions rotate concatenated halves.
@@ -12,10 +13,10 @@ This is a rewrite that computes in the same way as the public code:
   call of HRM. Without flash-attn, as on a CPU, the code of HRM (at 23cb8793) uses plain matrix products. They
   are faster for short inputs.
 
-On CUDA, the public code has a fused kernel for the dense optimizer. This module has no such kernel. It also
-compiles the complete model (`compile_model`). tests/test_published.py checks that the step equals
-`training.step`, except for puzzles without labels and for the random numbers of exploration. Weights have the
-published names.
+On CUDA, the public code has a fused kernel for the dense optimizer. This module has no such kernel. On CUDA,
+the public code also compiles the complete model. This module does so with `compile_model=True`.
+tests/test_published.py checks that the step equals `training.step`, except for puzzles without labels and for
+the random numbers of exploration. Weights have the published names.
 """
 
 import math
@@ -91,10 +92,11 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The network of HRM or TRM, with the same operations as the public code.
+    """The network of HRM or TRM, with the same operations as the code that the authors published.
 
     arch: Config of the architecture.
-    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The public code uses plain
+    batch_size: Number of puzzles in each batch.
+    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The published code uses plain
     matrix products there.
     """
 
@@ -131,7 +133,9 @@ class Network(nn.Module):
     def forward(self, z_H: Tensor, z_L: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Runs the network once. Returns (new z_H, new z_L, logits, q_halt, q_continue).
 
-        z_H and z_L are the hidden states between calls. The returned ones are detached.
+        z_H and z_L are the hidden states between calls, [batch, puzzle positions + seq_len, hidden]. The
+        returned ones are detached. logits: [batch, seq_len, vocabulary]. q_halt and q_continue, float32
+        [batch]: logits of stopping and of continuing with the puzzle.
 
         data: {"inputs": tokens, int32 [batch, seq_len], "puzzle_identifiers": int32 [batch]}.
         """
@@ -192,8 +196,8 @@ class Carry(NamedTuple):
 class _ModelWithLoss(nn.Module):
     """Runs the network once on a batch, and computes the loss.
 
-    Returns (new carry, loss, {metric: sum over the batch}). The carry is the state of the batch between
-    calls.
+    If a puzzle has halted in the call before, the puzzle at the same position of `batch` replaces it. Returns
+    (new carry, loss, {metric: sum over the batch}). The carry is the state of the batch between calls.
     """
 
     def __init__(self, network: Network):
@@ -272,14 +276,14 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """Trains a model as the public code of HRM and TRM does, in one process.
+    """Trains a model as the published code of HRM and TRM does, in one process.
 
     The benchmark measures its speed.
 
     config: Config of pretrain.py.
-    weights: Initial weights, the state_dict of our network.
-    compile_model: Whether to compile the complete model, as the public code does on CUDA.
-    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The public code uses plain
+    weights: Initial weights, the state_dict of the same model in this repository.
+    compile_model: Whether to compile the complete model, as the published code does on CUDA.
+    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The published code uses plain
     matrix products there.
     """
 
@@ -310,7 +314,9 @@ class PublishedTrainer:
     def step(self, batch: dict[str, Tensor]) -> dict[str, float]:
         """Makes a training step on a batch. Returns {metric: sum over the batch}.
 
-        batch: {name: tensor} on the device of the model.
+        Sums of accuracies only include puzzles that halt in this step.
+
+        batch: Tensors "inputs", "labels" and "puzzle_identifiers", on the device of the model.
         """
         self.num_steps += 1
         self.carry, loss, sums = self.model(self.carry, batch)
@@ -323,7 +329,7 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_weights_(self, lr: float) -> None:
-        """Updates all weights except puzzle embeddings with AdamATan2, one parameter at a time."""
+        """Updates the weights except puzzle embeddings with AdamATan2, one by one. Frees the gradients."""
         beta1, beta2 = self.config.beta1, self.config.beta2
         for parameter, first, second in self._moments:
             parameter.mul_(1 - lr * self.config.weight_decay)
@@ -335,7 +341,7 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_table_(self, lr: float) -> None:
-        """Updates the puzzle embeddings of the current batch with sign-SGD."""
+        """Updates the puzzle embeddings of the batch with sign-SGD. Frees their gradient."""
         embedding = self.network.puzzle_emb
         gradient = embedding.rows.grad
         identifiers, index = self.network.identifiers.unique(return_inverse=True)

@@ -3,8 +3,9 @@
     python -m benchmarks.scaling --processes 1 2 4
     python -m benchmarks.scaling --at-least 0.85    # exit status 1 if two processes scale worse
 
-weak     --puzzles in every process. Efficiency: time of a step with one process / time with n processes
-strong   --puzzles divided among all processes. Efficiency: the same, divided by n
+weak     each of the n processes has --puzzles puzzles. Efficiency: time of a step with one process / time of
+         a step with n processes
+strong   the n processes share --puzzles puzzles. Efficiency: the same quotient, divided by n
 apart    the same processes without messages. They only share the memory and caches of this machine
 
 The program exits with status 1 if a weak efficiency is below --at-least.
@@ -23,7 +24,12 @@ from benchmarks.worlds import Trainer, World, model_sizes, take_turns, world_par
 
 
 class _Step:
-    """Models in training, one for each batch size. puzzles: {mode: batch size of each process}."""
+    """Models in training, one for each batch size.
+
+    The benchmark times the functions in the dict `turns`, {mode: training step}.
+
+    puzzles: {mode, "weak" or "strong": batch size of each process}.
+    """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, puzzles: Mapping[str, int]):
         sizes = model_sizes(options)

@@ -5,18 +5,20 @@
     python -m benchmarks.step --arch trm infiloop ldt
     python -m benchmarks.step --device cuda --published-sizes
 
-Contenders:
+Contenders are the compared implementations. The public code is what the authors of HRM and TRM published.
 
     published           the public code, eager
     published_flash     the public code of HRM with the attention of torch, also on a CPU
     published_compiled  the complete model is compiled, as in the public code on CUDA
-    exact, deferred     our step with this value of `q_target`; models without q_continue have only `exact`
+    exact, deferred     our step with this value of the config key arch.q_target. Only HRM has `deferred`
     exact_compiled, deferred_compiled  the same with compiled blocks and optimizer
 
---arch infiloop is TRM with a gate. --arch ldt is the last stage of `sudoku_extreme_search`.
+--arch infiloop is TRM with a gate. --arch ldt is LDT as in the last stage of
+experiment=sudoku_extreme_search.
 
-Each contender runs in a separate process. All start with the same weights and batches, and with slots at
-different thinking steps. A turn is two steps, and the second is timed.
+Each contender runs in a separate process. All start with the same weights and batches. The puzzles of a batch
+have made different numbers of thinking steps (calls of the model). Contenders are measured alternately. Each
+makes two steps, and the second is timed.
 
 speedup: time of the first contender / time of this one, median over rounds. compile: time of the first step -
 time of the second. The first contender that compiles has an empty cache. MiB: peak memory of the process. of
@@ -68,6 +70,7 @@ class Contender:
 
     name: Name of the implementation, such as "exact_compiled" or "published".
     arch: Model, such as "hrm".
+    dtype: Dtype of the model, "bfloat16" or "float32".
     options: Options of the command line, with the sizes of the model.
     """
 
@@ -121,7 +124,7 @@ class Contender:
         return {"compile": compiling, "memory": peak_memory_bytes(self._device), "step": seconds[1]}
 
     def count_operations(self) -> float:
-        """Returns the number of floating-point operations in a training step. Only matrix products count."""
+        """Returns the floating-point operations of all matrix products in a training step on a batch."""
         return self._options.batch * self._counter.flops(self._model.reasoning, trains=True)
 
     def product_rate(self) -> float:
@@ -144,7 +147,9 @@ class Contender:
         return max(rates)
 
     def _rate_of(self, m: int, k: int, n: int, *, min_run_time: float) -> float:
-        """Measures the product of matrices [m, k] and [k, n]. Returns operations per second.
+        """Measures the product of matrices [m, k] and [k, n] several times.
+
+        Returns the operations per second of the fastest time.
 
         min_run_time: Seconds that the measurement takes at least.
         """
@@ -236,6 +241,8 @@ def _format_of_machine(options: argparse.Namespace) -> str:
 def choose_rounds(seconds: float) -> int:
     """Returns how many rounds of measurements take about 45 s, between 3 and 20.
 
+    A round makes two training steps with each of the compared implementations.
+
     seconds: Time of one training step, summed over all compared implementations.
     """
     of_round = 2 * seconds  # a warm-up step and a timed step
@@ -243,10 +250,10 @@ def choose_rounds(seconds: float) -> int:
 
 
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
-    """Measures all implementations of the training step for one model.
+    """Measures all implementations of the training step for one model and dtype.
 
-    Returns (rows of the table, values for the JSON line). If --rounds is not set, also sets the number of
-    rounds.
+    Returns (rows of the table, values for the JSON line). If the option --rounds is not set, sets
+    `options.rounds` for this model and later ones.
     """
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
     names = [contender for contender in options.contenders if not contender.startswith(_WITHOUT[arch])]

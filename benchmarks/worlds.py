@@ -1,8 +1,8 @@
-"""Groups of processes (`World`) that time contenders in turns, and a model in training (`Trainer`).
+"""Groups of processes (`World`) that are timed in turns, and a model in training (`Trainer`).
 
-Contenders are the compared variants. The speed of a machine drifts over minutes. So all contenders run at the
-same time and take turns: A B C, A B C, ... A ratio then compares times that are seconds apart. The time of a
-world is the time of its slowest rank.
+Contenders are the compared variants of a benchmark. The speed of a machine drifts over minutes. So all
+contenders run at the same time and take turns: A B C, A B C, ... A ratio then compares times that are seconds
+apart. The time of a group of processes is the time of its slowest process.
 """
 
 import argparse
@@ -66,6 +66,7 @@ class World:
 
     options: Options of the benchmark, such as the device.
     build: Function that creates the object in a child process: `build(device, *arguments)`.
+    arguments: More arguments of `build`.
     processes: Number of processes. They are ranks of one process group.
     apart: If True, each process is the only rank of its process group.
     namespaces: Linux network namespace of each process. Only needed to emulate several machines.
@@ -151,9 +152,13 @@ class World:
 
 
 def _serve(connection, environment, namespace, options, build, arguments) -> None:
-    """Runs in a child process: creates the object, then calls the methods that the parent requests.
+    """Runs in a child process: creates an object, then calls methods that the parent requests.
 
-    Ends when the parent sends None.
+    Ends when the parent sends None, or when the parent has ended.
+
+    connection: Pipe to the parent. environment: Environment variables, such as RANK.
+    namespace: Linux network namespace to enter, or "". options: Options of the benchmark.
+    build, arguments: `build(device, *arguments)` creates the object.
     """
     parent = os.getppid()
     # Only the parent prints, and `terminate` must end a rank inside a collective.
@@ -184,8 +189,8 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
 def timed(contender: Any, turn: str, warm_calls: int) -> float:
     """Calls one of the object's functions, and returns how many seconds it takes. All ranks call it.
 
-    contender: Object with the dict `turns` of functions.
-    turn: Key of the function.
+    contender: Object with a dict `turns` of functions.
+    turn: Key of the function in `turns`.
     warm_calls: Number of calls before the timed one.
     """
     for _ in range(warm_calls):
@@ -204,7 +209,8 @@ def take_turns(
     If the machine is slow for a while, all functions are affected equally. The time of a call is the time of
     the slowest process.
 
-    turns: {name: (child processes, key of the function in the dict `turns` of their objects)}.
+    turns: {name: (group of child processes, key of the function)}. The objects of the processes have a dict
+    `turns` with this key.
     rounds: Number of measured rounds.
     warmup_rounds: Number of earlier rounds that are not counted.
     warm_calls: Number of untimed calls before each timed call.
@@ -262,7 +268,7 @@ class Trainer:
         return train_step(self.state, batch, config=self.config, rates=rates, clock=self._clock)
 
     def update_weights(self) -> None:
-        """Updates all weights except puzzle embeddings with the current gradients."""
+        """Updates all weights of the model except puzzle embeddings with the current gradients."""
         self.state.step += 1
         self.state.weights.update_(self.config.lr, step=self.state.step)
 
@@ -270,7 +276,10 @@ class Trainer:
         self.state.average.update(range(self.state.step, self.state.step + 1))
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the tensors of this rank that a checkpoint would contain: {part: {name: tensor}}."""
+        """Returns the tensors of this rank that a checkpoint would contain: {section: {name: tensor}}.
+
+        A section is a part of a checkpoint, such as "weights".
+        """
         parts = self.state.sections()
         return {
             part: {name: tensor_of(entry) for name, entry in section.items()}
@@ -279,7 +288,10 @@ class Trainer:
 
 
 def model_sizes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the config overrides for a tiny model with --quick. Without it, none: HRM with 27 M weights."""
+    """Returns the config overrides (key=value) that set the size of the model.
+
+    With the option --quick, they make a tiny model. Otherwise there are none: HRM with 27 M weights.
+    """
     return TINY if options.quick else ()
 
 
@@ -309,9 +321,11 @@ def spread_slots_(carry: Any, *, halt_max_steps: int) -> None:
     """Changes the state of a batch as if its puzzles had started at different times, in place.
 
     The numbers of completed thinking steps (calls of the model) are then evenly spread from 0 to
-    halt_max_steps - 1. As in a real training, about equally many puzzles end in each step.
+    halt_max_steps - 1, and no puzzle has halted. As in a real training, about equally many puzzles end in
+    each step.
 
     carry: State of the batch.
+    halt_max_steps: Maximum number of thinking steps of a puzzle.
     """
     slots = torch.arange(carry.steps.shape[-1], dtype=torch.int32)
     carry.halted.fill_(False)

@@ -3,8 +3,8 @@
 A checkpoint is one of three:
 
 - a folder step_<N> of a run
-- a folder with model.safetensors and config.json, which `python -m share push` wrote
-- a file step_<N> of the code that the authors of a model published ("public code")
+- a folder with model.safetensors and config.json that `python -m share push` wrote
+- a file step_<N> that the authors of a model published. Their own code ("public code") wrote it
 
 This file reads configs and verifies files. loading.py loads the weights.
 """
@@ -56,7 +56,7 @@ ARCH_WORD = "arch=checkpoint"  # argument of pretrain.py that copies the archite
 
 
 class _Recorded(Strict):
-    """The keys of a run's config.yaml that `Checkpoint` needs. Other keys are ignored."""
+    """The keys of a run's config.yaml that `Checkpoint` needs, and their types."""
 
     arch: Architecture
     data_path: Paths
@@ -91,16 +91,16 @@ class Checkpoint:
         seq_len: Number of tokens of a puzzle in training. None if unknown.
         dataset_info: Description of the training data as JSON values (dataset/description.py). None if
             unknown.
-        selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test".
-            None if it was not selected.
+        selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test". None
+            if it was not selected.
         has_averages: Whether the file contains only averaged weights (EMA), without the raw weights.
         address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the training datasets. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
-        joins_repeats: Whether the run held out puzzles with equal inputs together. False for runs of earlier
-            versions.
-        arch, global_batch_size, seed, validation_fraction, init_from: Keys of the run's config. For a file of
-            public code, the last three have their defaults.
+        joins_repeats: Whether puzzles with equal inputs were either all trained on or all held out for
+            validation. False for runs of earlier versions.
+        arch, global_batch_size, seed, validation_fraction, init_from: Keys of the run's config. For a file
+            that the authors of a model published, the last three have their defaults.
     """
 
     path: Path
@@ -129,15 +129,20 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """Returns the folder for results. For a checkpoint of the Hub, it is checkpoints/hf/OWNER/NAME."""
+        """Returns the folder for results, such as those of an evaluation.
+
+        For a checkpoint on this machine, it is the folder that contains `path`. For a checkpoint of the
+        Hugging Face Hub, it is checkpoints/hf/OWNER/NAME.
+        """
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     @property
     def trained_file(self) -> Path | None:
-        """Returns the path of trained_on.safetensors, hashes of the training examples. It may not exist.
+        """Returns the path of trained_on.safetensors. It may not exist.
 
-        Returns None for a checkpoint of public code.
+        The file contains hashes of the training examples. Returns None for a file step_<N> that the authors
+        of a model published.
         """
         if self.path.name == SHARED_WEIGHTS_FILE:
             return self.path.with_name(TRAINED_FILE)
@@ -145,15 +150,16 @@ class Checkpoint:
 
     @property
     def identities_file(self) -> Path | None:
-        """Returns the path of identities.npz, the puzzle of each puzzle embedding. It may not exist.
+        """Returns the path of identities.npz. It may not exist.
 
-        Returns None for a checkpoint of public code.
+        The file contains the name of the puzzle to which each puzzle embedding belongs. Returns None for a
+        file step_<N> that the authors of a model published.
         """
         is_of_run = self.path.name == SHARED_WEIGHTS_FILE or self.path.is_dir()
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
-        """Returns the paths of the dataset folders `data_paths` on this machine.
+        """Returns where the dataset folders `data_paths` of the training are on this machine.
 
         A relative path starts at the folder in which the training was started. That folder is unknown.
         Therefore this method tries the working directory, the run folder, and three folders above it. If none
@@ -168,9 +174,10 @@ class Checkpoint:
 
 
 def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
-    """Returns the results of `find_checkpoint` on all ranks. All ranks call it.
+    """Finds checkpoints, and returns their descriptions on all ranks. All ranks call it.
 
-    Rank 0 finds the checkpoints. Each node downloads from the Hub once. An error ends all ranks.
+    Rank 0 calls `find_checkpoint` for each location. Each node downloads from the Hugging Face Hub once. An
+    error ends all ranks.
     """
     checkpoints = None
     with collective_errors():
@@ -188,7 +195,7 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
-    """Downloads a checkpoint of the Hub. Returns it with the path on this node."""
+    """Downloads a checkpoint of the Hub to this node. Returns a description with the path on this node."""
     from runtime.hub import download_file
 
     by_hand = _by_hand(checkpoint.address)
@@ -200,9 +207,9 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     """Finds a checkpoint, downloads it if necessary, and verifies its files.
 
     Args:
-        location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of
-            a model's public code, a folder that `share push` wrote, the name of a model in weights/, or
-            hf://OWNER/NAME[@REVISION]. A link to one of them is followed.
+        location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file
+            that the authors of a model published, a folder that `share push` wrote, the name of a model in
+            weights/, or hf://OWNER/NAME[@REVISION]. A link to one of them is followed.
 
     Returns:
         The description of the checkpoint.
@@ -256,12 +263,12 @@ def _follow_link(path: Path) -> Path:
 
 
 def _by_hand(address: Address) -> str:
-    """Returns advice for a failed download, for an error message."""
+    """Returns advice for the error message of a failed download: "download its files from ..."."""
     return f"download its files from {address.url} by hand into a folder, and pass that folder"
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Returns which files of a Hub repository to download. Raises ValueError if it has no checkpoint."""
+    """Returns which of a Hub repository's files to download. Raises ValueError if it has no checkpoint."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
@@ -272,7 +279,11 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a run folder, also of public code. Raises ValueError without one."""
+    """Returns the newest checkpoint in a run folder. A folder step_<N> comes before a file step_<N>.
+
+    A file step_<N> is one that the authors of a model published. Without both, returns a .ckpt file of
+    PyTorch Lightning. If there is none, raises ValueError.
+    """
     if newest := newest_checkpoint(folder):
         return newest
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -286,13 +297,13 @@ def _newest_step(folder: Path) -> Path:
 
 
 def _newest_published(names: list[str]) -> str:
-    """Returns the file name step_<N> or step_<N>.pt with the largest N. Without one, "checkpoint"."""
+    """Returns the file name step_<N> or step_<N>.pt with the largest N. If none exists: "checkpoint"."""
     steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
     return max(steps, key=lambda name: step_of(Path(name)), default=PUBLISHED_WEIGHTS)
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Describes a checkpoint of `python -m share push`. `path` is model.safetensors, next to config.json."""
+    """Describes a checkpoint that `python -m share push` wrote. path: Its file model.safetensors."""
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
@@ -310,7 +321,10 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns {field of `Checkpoint`: value} from a run's config. path: File of the config, for messages."""
+    """Returns the attributes of `Checkpoint` that a run's config contains: {attribute: value}.
+
+    path: Path of the config file, for error messages.
+    """
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
     if named and isinstance(arch, dict) and arch.get("name") not in architectures():
@@ -328,7 +342,10 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Describes a step_<N> folder of a run, or a file of public code. Verifies the files of a folder.
+    """Describes a folder step_<N> of a run, or a published file.
+
+    Published files contain weights and were written by the authors of a model. If a folder contains a
+    manifest with checksums, verifies its files. Raises CorruptCheckpointError if one is damaged.
 
     step: Training step N. None if unknown.
     """

@@ -44,14 +44,15 @@ def load_trained_model(
         metadata: Metadata of the dataset that the model will read.
         raw: If True, load the raw weights. Otherwise load the averages (EMA) if the checkpoint has them.
         forward_dtype: Dtype of the model, "bfloat16" or "float32". If None, the dtype of the training.
-        rows: Row of the checkpoint's puzzle embeddings for each puzzle identifier of the dataset, int64 [n].
-            -1 selects the mean of all rows. If None, identifier i has row i.
+        rows: For each puzzle identifier of the dataset, the row of the checkpoint's puzzle embeddings to use,
+            int64 [n]. -1 selects the mean of all rows. If None, identifier i has row i.
 
     Returns:
         The model in training mode.
 
     Raises:
-        ValueError: If the model cannot read such a dataset, or the weights do not match the config.
+        ValueError: If the model cannot read such a dataset, if the weights do not match the config, or if the
+            file of weights is damaged.
     """
     weights = load_weights(checkpoint, raw=raw)
     if rows is not None:
@@ -100,13 +101,17 @@ def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
 
 
 def _written(shape: torch.Size | None) -> str:
-    """Returns a shape as text, "none" for a tensor that is missing."""
+    """Returns a shape as text, such as "[3, 4]". Returns "none" if `shape` is None."""
     return "none" if shape is None else str(list(shape))
 
 
 @contextlib.contextmanager
 def architecture_errors(checkpoint: Checkpoint) -> Iterator[None]:
-    """Context that turns errors into a ValueError: the weights do not match the config."""
+    """Context manager that raises ValueError if its block cannot use the checkpoint's weights.
+
+    It replaces KeyError, ValueError and IndexError of the block. The message says that the weights do not
+    match the config.
+    """
     try:
         yield
     except (KeyError, ValueError, IndexError) as error:
@@ -120,10 +125,10 @@ def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:
 
 
 def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint on the CPU, as {name in the model: full tensor}.
+    """Returns the weights of a checkpoint on the CPU: {name in the model: full tensor}.
 
     If `raw` is False and the checkpoint has averages (EMA), returns the averages. Otherwise returns the raw
-    weights. Raises ValueError if a file is damaged, or if the raw weights are missing.
+    weights. Raises ValueError if a file is damaged, or if `raw` is True and the checkpoint has only averages.
     """
     path = checkpoint.path
     if raw and checkpoint.has_averages:

@@ -10,10 +10,11 @@ building the data and ends with the final evaluation. The data is built once, an
 seed.
 
 --folder keeps data and runs. The same command continues after an interruption and skips completed seeds.
-Overrides such as max_steps=100 change the recipe. They cannot be combined with --write. The first training in
-a folder fixes the number format: the one of --dtype, or else the fast one on this machine. --write stores the
-result in records/ and updates the tables of all rungs. It replaces the entry of the rung that has the same
-instruction set and number format. --table only updates the tables.
+--test-time also evaluates each model with more thinking steps. Overrides such as max_steps=100 change the
+config of the task. They cannot be combined with --write. All trainings in a folder have the same number
+format, bfloat16 or float32. The first one fixes it: the value of --dtype, or else the fast one on this
+machine. --write stores the result in records/ and updates the tables of all rungs. It replaces the stored
+result of the rung with the same instruction set and number format. --table only updates the tables.
 """
 
 import runtime.environment  # noqa: F401
@@ -125,7 +126,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
 def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
     """Returns the command line that reproduces the benchmark result on another machine.
 
-    It has no paths and no number of processes of this machine.
+    It contains neither paths of this machine nor its number of processes.
     """
     command = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     command += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
@@ -134,7 +135,10 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
-    """Runs the benchmark with several seeds, and prints a line for each. Returns statistics and results.
+    """Runs the benchmark task with several seeds, and prints a line for each seed.
+
+    Returns the dict that the program prints as JSON: statistics over the seeds, facts about the machine, and
+    the list "runs" with the results of each seed.
 
     with_test_time: Whether to also evaluate the models with more model calls and more runs of each puzzle.
     """
@@ -168,15 +172,17 @@ def _describe(rung: Rung, run: dict[str, Any]) -> str:
 
 
 def is_busy(run: dict[str, Any]) -> bool:
-    """Returns whether other programs used too many cores during a run, so that its time is not reliable.
+    """Returns whether a run's time is unreliable, because other programs used too many cores.
 
-    run: Results of one seed.
+    run: Results of one seed. If "other_cores" is None, the load is unknown, and the result is False.
     """
     return run["other_cores"] is not None and run["other_cores"] > BUSY_CORES
 
 
 def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns statistics over the seeds, such as "exact_accuracy_mean" and "seconds_max", and the git commit.
+    """Returns statistics over the seeds and facts about the task, as one dict.
+
+    Keys are for example "exact_accuracy_mean", "seconds_max", "goal" and "commit" (of git).
 
     rung: Benchmark task.
     runs: Results of each seed, as `Rerun.train` returns them.

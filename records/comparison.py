@@ -3,13 +3,13 @@
     python -m records.comparison --folder checkpoints/comparison
 
 For each model, the program tunes the learning rate, trains several seeds, and evaluates them, also with more
-test-time compute. records/comparison.yaml lists models and trainings. The folder keeps data and runs, so the
-same command continues after an interruption. After each training, the program writes comparison.json,
-README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on another machine,
-copy only this file, for example from records/comparison/. If records/comparison.yaml has a new learning rate,
-the program tries it too. If the new one is better, the program deletes the results of the model with the old
-one. All trainings and evaluations have the same number format: that of comparison.json, else that of --dtype,
-else the fast one on the machine of the first training.
+thinking steps or samples per puzzle. records/comparison.yaml lists models and trainings. The folder keeps
+data and runs, so the same command continues after an interruption. After each training, the program writes
+comparison.json, README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on
+another machine, copy only this file, for example from records/comparison/. If records/comparison.yaml has a
+new learning rate, the program tries it too. If the new one is better, the program deletes the results of the
+model with the old one. All trainings and evaluations have the same number format (bfloat16 or float32): that
+of comparison.json, else that of --dtype, else the fast one on the machine of the first training.
 """
 
 import runtime.environment  # noqa: F401
@@ -90,9 +90,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = None) -> None:
-    """Runs the trainings of a comparison of models that are not done yet. Writes the results after each one.
+    """Runs the trainings of a comparison of models, and skips completed ones.
 
-    Raises ValueError if the folder contains results in another dtype.
+    Writes the results after each training. Raises ValueError if the folder contains results in another dtype.
 
     plan: Content of records/comparison.yaml: models and trainings.
     folder: Folder for data, runs and results.
@@ -140,9 +140,10 @@ def tune(
 ) -> dict[str, float]:
     """Trains a model with a learning rate, and evaluates it on held-out training puzzles.
 
-    Returns "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells), "petaflops" and
-    "processor_hours".
+    Returns a dict with "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells),
+    "petaflops" and "processor_hours".
 
+    plan: Content of records/comparison.yaml.
     model_name: Name of the model in the plan.
     folder: Folder of the comparison.
     """
@@ -164,9 +165,10 @@ def build_rerun(
     *overrides: str,
     forward_dtype: NumberFormat,
 ) -> Rerun:
-    """Returns one training of the comparison. Does not start it, but builds its dataset if it is missing.
+    """Prepares one training of the comparison. Builds its dataset if it is missing.
 
-    The number of training steps is computed, so that the training costs the planned number of operations.
+    Returns a `Rerun` object. Its method `train` starts the training. The number of training steps is
+    computed, so that the training costs the planned number of operations.
 
     plan: Content of records/comparison.yaml.
     model_name: Name of the model in the plan.
@@ -196,10 +198,12 @@ def build_rerun(
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
-    """Trains and evaluates a model with one seed. Returns accuracies and costs.
+    """Trains and evaluates a model with one seed. Returns a dict with accuracies and costs.
 
     "accuracies" and "gigaflops" of the returned dict are lists with two values. The first is measured with
     the usual number of model calls per puzzle, the second with more calls.
+
+    rerun: The training, as `build_rerun` returns it.
     """
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     trained = read_run(rerun.run_folder(seed))
@@ -261,9 +265,11 @@ def _overrides(plan: dict[str, Any], model_name: str) -> list[str]:
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns how many GFLOP an answer costs, as mean over seeds: [usual, with more model calls].
+    """Returns how many GFLOP an answer costs, as a list of two means over seeds.
 
-    rows: Results of one model, one for each seed.
+    The first value is for the usual number of model calls, the second for more calls.
+
+    rows: Results of one model, one dict for each seed.
     """
     return [fmean(costs) for costs in zip(*(row["gigaflops"] for row in rows), strict=True)]
 
@@ -273,7 +279,12 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def _mean(values: Iterable[float], *, interval: bool = False) -> str:
-    """Returns "0.500 +- 0.023", with " [0.420, 0.580]" if `interval`: the 95 % interval of the mean."""
+    """Formats the mean and the standard deviation of values: "0.500 +- 0.023".
+
+    If there is only one value: "0.500".
+
+    interval: Whether to append the 95 % interval of the mean, such as " [0.420, 0.580]".
+    """
     numbers = list(values)
     mean, deviation = mean_and_deviation(numbers)
     text = f"{mean:.3f}"

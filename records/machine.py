@@ -1,4 +1,4 @@
-"""Describes the machine of a record, and finds the number format of a folder with runs.
+"""Describes the machine of a record, and finds the number format (dtype) of a folder with runs.
 
 The first training in a folder fixes the number format, for all seeds, trainings and evaluations.
 """
@@ -24,7 +24,10 @@ _RUN_CONFIGS = ("seed_*/run/config.yaml", "seed_*/training_*/run/config.yaml", "
 
 
 def training_device(config: PretrainConfig, *, processes: int) -> torch.device:
-    """Returns the device on which trainings with this config run. Raises ValueError if it is missing."""
+    """Returns the device on which trainings with this config run.
+
+    Several processes use the CPU instead of mps. Raises ValueError if the device of the config is missing.
+    """
     device = choose_device(config.device)
     return torch.device("cpu") if device.type == "mps" and processes > 1 else device
 
@@ -46,12 +49,12 @@ def find_format(
     requested: NumberFormat | None,
     stored: NumberFormat | None = None,
 ) -> NumberFormat:
-    """Returns the dtype name for the trainings in a folder, such as "bfloat16".
+    """Returns the name of the dtype for the trainings in a folder, such as "bfloat16".
 
     If the folder has trainings, it is their dtype. Otherwise it is `requested`, or the dtype in `config`, or
     else the fast one on this device. Raises ValueError if two of these differ.
 
-    requested: Value of the option --dtype.
+    requested: Value of the option --dtype. None if the option is not set.
     stored: Dtype of earlier results in the folder. If None, it is read from the folder.
     """
     named = None if config.arch.forward_dtype == "auto" else config.arch.forward_dtype
@@ -67,7 +70,7 @@ def find_format(
 
 
 def write_format(folder: Path, number_format: NumberFormat) -> None:
-    """Stores the dtype for all trainings in a folder. Call it before the first training.
+    """Stores the dtype of a folder's trainings in format.json. Call it before the first training.
 
     number_format: Dtype, such as "bfloat16".
     """
@@ -78,7 +81,7 @@ def _stored_format(folder: Path) -> NumberFormat | None:
     """Returns the dtype of the trainings in a folder. None if there are no trainings.
 
     It is read from format.json. Folders of older versions lack this file. Then it is read from the config of
-    a run.
+    a run. Raises ValueError if the dtype in format.json is unknown.
     """
     path = folder / _FILE
     if path.exists():

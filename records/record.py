@@ -1,7 +1,7 @@
-"""Records on disk: records/<rung>/record.json, and a thinned log for each seed.
+"""Records on disk: records/<rung>/record.json, and a shortened log for each seed.
 
-record.json contains a list of entries, one for each instruction set and number format. The logs of an entry
-are in records/<rung>/<instruction set>_<number format>/.
+A rung is a benchmark task. record.json contains a list of entries (results), one for each instruction set and
+dtype. The logs of an entry are in records/<rung>/<instruction set>_<dtype>/.
 """
 
 import json
@@ -31,10 +31,10 @@ def write_record(
     command: str,
     folder: Path = FOLDER,
 ) -> Path:
-    """Adds the results of a benchmark task to its record.json, and writes a short log for each seed.
+    """Stores the results of a benchmark task in its record.json, and short logs.
 
-    Replaces earlier results with the same instruction set and dtype, and keeps a summary of them in
-    "history". Returns the folder of the logs.
+    There is one log for each seed. Replaces earlier results with the same instruction set and dtype. If they
+    have another `change`, a summary of them is added to "history". Returns the folder of the logs.
 
     result: What `python -m records` prints as JSON.
     rows: {seed: records of the log}.
@@ -72,9 +72,9 @@ def write_record(
 
 
 def read_entries(folder: Path) -> list[dict[str, Any]]:
-    """Returns the results of a benchmark task, one dict for each kind of machine. [] if there are none.
+    """Returns the results of a benchmark task, one dict for each instruction set and dtype.
 
-    Raises ValueError if record.json is damaged.
+    Returns [] if there are none. Raises ValueError if record.json is damaged.
 
     folder: Folder of the task.
     """
@@ -93,14 +93,16 @@ def best_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def logs_of(entry: Mapping[str, Any]) -> str:
-    """Returns the name of the folder with the logs of an entry, such as "amx_bf16_float32"."""
+    """Returns the name of the folder with the logs of a result, such as "amx_bf16_float32"."""
     return f"{entry['instruction_set']}_{entry['forward_dtype']}"
 
 
 def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
-    """Returns the rows in the stored log of a training, such as {"step": 100, "train/lm_loss": 0.5}.
+    """Returns the records in the stored log of a training.
 
-    folder: Folder of the rung, with record.json.
+    Example of a record: {"step": 100, "train/lm_loss": 0.5}.
+
+    folder: Folder of the benchmark task, with record.json.
     entry: Entry of record.json.
     seed: Seed of the training.
     """
@@ -109,9 +111,13 @@ def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
 
 
 def thin(rows: Sequence[Row]) -> list[Row]:
-    """Shortens a log: keeps evenly spaced records, and all records with an evaluation.
+    """Returns a shortened copy of a log.
 
-    Only keys for charts are kept. Values are rounded to five digits.
+    It contains at most 200 evenly spaced records, the last record, and all records with an evaluation. Only
+    metrics of evaluations and the keys in _KEPT remain, such as "train/lm_loss". Values are rounded to five
+    digits.
+
+    rows: Records of the log.
     """
     stride, thinned = -(-len(rows) // _MOST_LINES), []
     for index, row in enumerate(rows):

@@ -1,7 +1,7 @@
 """The list of rungs: benchmark tasks with fixed data, a goal in accuracy, and a time limit.
 
-A new rung needs an entry here and config/experiment/<name>.yaml. The seed of the data builder is fixed, so
-all training seeds and all recipes use the same puzzles.
+A new rung needs an entry here and config/experiment/<name>.yaml. The seed with which a rung's data is built
+is fixed, so all trainings use the same puzzles.
 """
 
 import dataclasses
@@ -16,16 +16,17 @@ class Rung:
 
     Attributes:
         what: Description of the puzzles, for tables.
-        builder: Arguments of `python -m dataset.build` for the dataset {data}, without --output-dir. {source}
-            stands for the path of external data.
+        builder: Arguments of `python -m dataset.build` for the first dataset, without --output-dir.
+            "{source}" stands for the path of external data.
         public: Public dataset that replaces {source} if the user passes no path. "" if there is none.
-        also: The same for a second dataset {more_data}. "" if there is none.
+        also: Arguments of `python -m dataset.build` for a second dataset. "" if there is none.
         trainings: Arguments of pretrain.py, one text for each training. The trainings run one after the
-            other, and the last model is evaluated. {name}, {seed}, {data}, {more_data} and {before} (run
-            folder of the previous training) are replaced.
+            other, and the last model is evaluated. These names in braces are replaced: {name} (name of the
+            task), {seed}, {data} and {more_data} (folders of the two datasets), {before} (run folder of the
+            previous training).
         goal: Lower limit for the mean of `metric` over seeds.
         seconds: Time limit for a seed: building the data, training and evaluation.
-        judge: Arguments of evaluate.py for the evaluation that counts. "": the last evaluation of the
+        judge: Arguments of evaluate.py for the evaluation that counts. If "", the last evaluation during
             training counts.
         test_time: Arguments of evaluate.py for an evaluation with more thinking steps. Its time does not
             count.

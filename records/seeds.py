@@ -1,10 +1,10 @@
-"""Runs a rung of the records: builds data, trains each seed, evaluates, and measures the time.
+"""Runs a rung (a benchmark task): builds data, trains each seed, evaluates, and measures the time.
 
-The clock runs only while one of these programs runs. It is saved to disk, and a later launch continues it. A
-folder contains one rung: `data/`, and for each seed `seed_<n>/` with the run folder `run/`, the output, and
-the clock. The clock stores the time of each record of metrics.jsonl. If a rung has several trainings, the
-earlier ones are in `training_<m>/`. `format.json` contains the number format of all trainings and
-evaluations.
+The time is measured only while one of these programs runs. It is saved to disk, and a later launch continues
+it. A folder contains the files of one rung: `data/`, and for each seed `seed_<n>/` with the run folder
+`run/`, the output, and the measured times. They include the time at which each record of metrics.jsonl was
+written. If a rung has several trainings, the earlier ones are in `training_<m>/`. `format.json` contains the
+number format (bfloat16 or float32) of all trainings and evaluations.
 """
 
 from runtime.environment import num_cores
@@ -74,15 +74,15 @@ class Rerun:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Facts about the machine and the runs.
+        """The machine and the versions, as a dict.
 
-        They are: processor, instruction set, number of cores, torch version, dtype.
+        Its keys are "cpu", "instruction_set", "cores", "torch" and "forward_dtype".
         """
         versions = {"cores": num_cores(), "torch": torch.__version__}
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 
     def check(self, seeds: range) -> None:
-        """Checks the settings before anything runs.
+        """Checks the settings of all trainings before anything runs.
 
         Raises ValueError if the config of a training is invalid. Exits the program if the folder contains a
         run with other settings.
@@ -95,7 +95,10 @@ class Rerun:
                     fail(f"{self.folder} has a run of another recipe ({changes}). Choose another --folder.")
 
     def build_data(self) -> float:
-        """Builds the datasets, unless the folder has them. Returns the seconds that the building took."""
+        """Builds the datasets, unless the folder has them. Returns how many seconds the building took.
+
+        Exits the program if the folder has datasets that were built with other options.
+        """
         commands, made = self.rung.build_commands(self.folder, self.source), self.folder / "data.json"
         if not made.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -113,8 +116,11 @@ class Rerun:
         """Trains with one seed to the end, and evaluates. An interrupted training continues.
 
         Returns a dict with the accuracy and these keys, among others. "seconds": data_seconds plus the time
-        of trainings and evaluations. "processor_hours": CPU time of all processes. "petaflops": operations of
-        the trainings, in 1e15. "other_cores": mean number of cores that other programs used, or None.
+        of trainings and evaluations. "processor_hours": CPU time of all processes, also of building the data.
+        "petaflops": operations of the trainings, in 1e15. "other_cores": mean number of cores that other
+        programs used during a training or an evaluation (the largest of these means), or None.
+
+        Exits the program if a training fails or is stopped early.
 
         data_seconds: Seconds that building the data took.
         """
@@ -174,12 +180,12 @@ class Rerun:
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
-        """Evaluates the trained model with more model calls and more runs of each puzzle, if not done yet.
+        """Evaluates the trained model with more model calls and more runs of each puzzle.
 
-        Returns a list of results, such as {"steps": 32, "samples": 4, "exact_accuracy": 0.99, "calls":
-        110.5}. "samples" is the number of runs of each puzzle. "calls" is the mean number of model calls for
-        a puzzle. Values are means over test sets. The last result is for the most steps and samples. It also
-        has the metric of the benchmark task.
+        If this was done before, only reads the results. Returns a list of results, such as {"steps": 32,
+        "samples": 4, "exact_accuracy": 0.99, "calls": 110.5}. "samples" is the number of runs of each puzzle.
+        "calls" is the mean number of model calls for a puzzle. Values are means over test sets. The last
+        result is for the most steps and samples. It also has the metric of the benchmark task.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -196,11 +202,12 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, template: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        """Evaluates the trained model of a seed into `folder`, unless this is done already.
+        """Evaluates the trained model of a seed, unless `folder` contains the results already.
 
-        Returns the metrics of each test set.
+        Returns a list of dicts: {metric: value} for each test set.
 
-        template: Arguments of evaluate.py, with places for the data folders.
+        template: Arguments of evaluate.py. "{data}" and "{more_data}" in it stand for the dataset folders.
+        folder: Folder for the results.
         clock: Clock that measures the time.
         """
         if not (folder / EVALUATION_FILE).exists():
@@ -224,7 +231,7 @@ class Rerun:
 
     @functools.cached_property
     def _configs(self) -> list[PretrainConfig]:
-        """The config of each training of a seed. A later training starts from an earlier one."""
+        """The config of each training of seed 0. A later training starts from an earlier one."""
         return [compose_overrides(PretrainConfig, recipe) for _, recipe in self._recipes(0)]
 
     @functools.cached_property
@@ -234,7 +241,8 @@ class Rerun:
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields (run folder, arguments of pretrain.py) for each training of a seed.
 
-        All trainings use `self.forward_dtype`, unless their config sets a dtype.
+        A benchmark task may have several trainings, one after the other. All use `self.forward_dtype`, unless
+        their config sets a dtype.
         """
         word = f"{FORMAT_KEY}={self.forward_dtype}"
         for (run, recipe), config in zip(self._recipes(seed), self._configs, strict=True):
@@ -243,7 +251,7 @@ class Rerun:
     def _recipes(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields (run folder, arguments of pretrain.py) for each training of a seed.
 
-        The arguments set no dtype. `_trainings` adds it.
+        The arguments are those of the benchmark task and `self.overrides`. `_trainings` adds the dtype.
         """
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
@@ -257,7 +265,9 @@ class Rerun:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns a metric of the last evaluation in the log, as mean over test sets. None if it was not logged.
+    """Returns a metric of the last evaluation in the log, as mean over test sets.
+
+    Returns None if the metric was not logged.
 
     rows: Records of the log.
     metric: Name without split and test set, such as "exact_accuracy".
@@ -271,10 +281,10 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
 
 
 def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
-    """Runs a command to its end, with its output in the file `log`.
+    """Runs a command to its end. Its output is appended to the file `log`.
 
-    If it fails, exits with its error message. If a signal stops this program, the command is terminated
-    first, and can save its state.
+    If the command fails, exits this program with the command's error message. If a signal stops this program,
+    the command is terminated first, and can save its state.
 
     clock: Clock that measures the time of the command.
     """
@@ -296,9 +306,9 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
 
 
 class Clock:
-    """Measures how long the `with` block takes.
+    """Measures the time of a program: the total time of all `with` blocks.
 
-    The time is saved to a file, and continues after an interruption.
+    The time is saved to a file. A `Clock` with the same file continues it, for example after an interruption.
 
     path: File for the time.
     log: Log of the training (metrics.jsonl), or None.
@@ -319,7 +329,7 @@ class Clock:
 
     @property
     def other_cores(self) -> float | None:
-        """Returns the mean number of cores that other programs used during the work. None if unknown."""
+        """Returns the mean number of cores that other programs used while the clock ran. None if unknown."""
         return round(self._others / self._others_of, 2) if self._others_of else None
 
     def __enter__(self) -> "Clock":
@@ -331,9 +341,9 @@ class Clock:
         return self
 
     def tick(self) -> None:
-        """Updates the time, and saves it once a second. Call it often.
+        """Updates the time of this clock, and saves it once a second.
 
-        Also stores the time of new records in the log.
+        Call it often in the `with` block. Also stores when each new record appeared in the log.
         """
         self.seconds = self._before + time.perf_counter() - self._began
         self._read = min(self._read, self._log_size())  # a run that continues first truncates its log

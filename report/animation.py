@@ -38,10 +38,10 @@ class _Frame(NamedTuple):
 
 
 def draw_animation(answer: Answer) -> str:
-    """Returns an animated SVG file as text: the puzzle, then the model's answer after each model call.
+    """Returns an animated SVG file as text: a puzzle, then the answer after each step.
 
-    The animation ends when the answer no longer changes. A frame draws only cells that changed. It covers the
-    frames before.
+    A step is one call of the model. `_shown_steps` says which steps are shown. A frame draws only the cells
+    that changed, on top of the earlier frames.
     """
     steps = _shown_steps(answer)
     frames = list(_frames(answer, steps))
@@ -79,7 +79,10 @@ def draw_animation(answer: Answer) -> str:
 
 
 def _movement(num_steps: int) -> str:
-    """Returns the CSS animation that shows the frames one after the other, in an endless loop."""
+    """Returns CSS that fades in one frame after the other, in an endless loop.
+
+    num_steps: Number of frames after the first frame. The first one shows the puzzle and is always visible.
+    """
     total_seconds, lines = _PUZZLE_SECONDS + _STEP_SECONDS * (num_steps - 1) + _LAST_SECONDS, []
     for step in range(num_steps):
         begin = _PUZZLE_SECONDS + _STEP_SECONDS * step
@@ -92,9 +95,10 @@ def _movement(num_steps: int) -> str:
 
 
 def _shown_steps(answer: Answer) -> list[Step]:
-    """Returns the steps (model calls) to show.
+    """Returns the steps (model calls) to show: all steps up to a last one.
 
-    They end when the answer no longer changes and the model would stop. Later steps are left out.
+    The last one is the step from which the answer no longer changes. If the model would stop only after a
+    later step, the last one is that step.
     """
     steps = answer.steps[: answer.number]
     same = itertools.takewhile(lambda step: np.array_equal(step.grid, answer.grid), reversed(steps))

@@ -97,10 +97,14 @@ def line_chart(
 ) -> Chart | None:
     """Draws lines into one chart. Returns None if there are no points.
 
-    share: Whether the values are fractions in [0, 1].
-    log_x, log_y: Whether the axis is logarithmic.
+    If a line has more than _MOST_POINTS (240) points, neighboring points are replaced by their mean.
+
+    share: Whether the y values are fractions in [0, 1]. It selects the format of the numbers.
+    log_x: Whether the x axis is logarithmic.
+    log_y: Whether the y axis is logarithmic. Has no effect if a y value is not positive.
     from_zero: Whether the y axis starts at 0.
     integer_x: Whether the x axis has only integer ticks.
+    y_range: (lowest, highest) y of the axis. If None, matplotlib chooses it.
     caption: Text below the chart.
     """
     lines = [_thinned(line) for line in lines if len(line.x)]
@@ -170,7 +174,8 @@ def bar_chart(
 def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, caption: str = "") -> Chart:
     """Draws how well predicted probabilities match the fractions of correct answers (reliability diagram).
 
-    bins: List of (mean predicted probability, fraction of correct answers, number of answers).
+    bins: List of (mean predicted probability, fraction of correct answers, number of answers). A bin contains
+    answers with similar predicted probabilities.
     """
 
     def draw(axes) -> list[list[Any]]:
@@ -212,7 +217,7 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """Formats a count with three digits and a unit: "133 k" for 132738, "27.3 M" for 27275266."""
+    """Formats a count: "9,876" for 9876, "133 k" for 132738, "27.3 M" for 27275266."""
     for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
             return f"{number / divisor:.3g} {unit}"
@@ -276,7 +281,7 @@ def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], cap
 def _as_inline(svg: str, title: str) -> str:
     """Converts an SVG file from matplotlib to an SVG element for an HTML page.
 
-    The colors become CSS variables of the page. Namespaces, ids and sizes are removed.
+    The colors become CSS variables of the page. Namespaces, sizes and most ids are removed.
     """
     head, _, body = svg[svg.index("<svg") :].partition(">")
     head = re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", head)
@@ -318,7 +323,7 @@ def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> 
 
 
 def _thinned(line: Line) -> Line:
-    """Shortens a line with more than _MOST_POINTS points: replaces neighboring points by their mean."""
+    """Returns a line with at most 240 points (_MOST_POINTS): means of neighboring points if it has more."""
     if len(line.x) <= _MOST_POINTS:
         return line
     size = -(-len(line.x) // _MOST_POINTS)

@@ -33,7 +33,8 @@ def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[s
         warn: Function that is called with the text of each warning.
 
     Raises:
-        ValueError: A folder has no run, a run is listed twice, or the page cannot be written.
+        ValueError: A folder has no run, a folder is listed twice, matplotlib is missing, or the page cannot
+            be written.
     """
     check_packages()
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -72,8 +73,8 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     """Draws one chart for each metric, with a curve for each run.
 
-    If a group has several runs, the chart also has a curve of their mean. It ends where the shortest run
-    ends.
+    The metrics are accuracy, loss and others. A metric that no run has logged gets no chart. If a group has
+    several runs, the chart also has a curve of their mean. It ends where the shortest run ends.
 
     groups: Groups of runs that differ only in their seed.
     axis: Unit of the x axis: "training steps", "examples", "petaflops" or "seconds".

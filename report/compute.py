@@ -1,4 +1,8 @@
-"""Charts of accuracy over network calls, from the scaling.json of an evaluation."""
+"""Charts of accuracy over network calls.
+
+The numbers come from scaling.json, a result file of evaluate.py. It contains the accuracy for several numbers
+of network calls and of samples. A sample is one run of a puzzle.
+"""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,13 +15,14 @@ from report.charts import Chart, Line, chart_file, line_chart
 def compute_chart(
     title: str, settings: Sequence[Mapping[str, Any]], by: str, *, has_oracle: bool, **options: Any
 ) -> Chart | None:
-    """Draws accuracy over the number of model calls per puzzle. Returns None if there are no points.
+    """Draws accuracy over the number of model calls per puzzle.
 
-    There is one line for each number of samples. A sample is one run of a puzzle.
+    There is one line for each number of samples. A sample is one run of a puzzle. Returns None if there are
+    no points.
 
-    settings: List "corners" of a test set in scaling.json. An entry contains the results for one number of
-    model calls and one number of samples.
-    by: Rule that selects one of the samples, such as "vote".
+    settings: Results of one test set, the list "corners" of scaling.json. Example of an entry: {"steps": 32,
+    "samples": 4, "ways": {"vote": {"calls": 110.5, "exact_accuracy": 0.99, ...}}}.
+    by: Rule that selects one of the samples, such as "vote". It is a key of "ways".
     has_oracle: Whether dashed lines show the fraction of puzzles with at least one correct sample.
     options: More arguments of `line_chart`.
     """
@@ -35,11 +40,11 @@ def compute_chart(
 
 
 def compute_picture(scaling: Mapping[str, Any]) -> str:
-    """Returns the SVG file scaling.svg as text. It shows accuracy over the number of model calls per puzzle.
+    """Returns an SVG file as text: accuracy over the number of model calls per puzzle.
 
-    There is one chart for each test set and each rule that selects one of several runs of a puzzle.
+    There is one chart for each test set and each rule. A rule selects one of several runs of a puzzle.
 
-    scaling: Content of scaling.json.
+    scaling: Content of scaling.json, a result file of evaluate.py with at least one test set.
     """
     sets = scaling["sets"]
     panels = [

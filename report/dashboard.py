@@ -88,7 +88,7 @@ def build_workspace(project: str, *, name: str, entity: str) -> Any:
     Raises ValueError if the package wandb-workspaces is missing.
 
     name: Name of the dashboard.
-    entity: W&B user or team that owns the project.
+    entity: W&B user or team that owns the project. "" stands for the default entity of the user.
     """
     try:
         with warnings.catch_warnings():
@@ -126,7 +126,10 @@ def _outline(workspace: Any) -> None:
 
 
 def _save(workspace: Any) -> None:
-    """Creates the dashboard at W&B, and prints its URL. Raises ValueError if W&B rejects it."""
+    """Creates the dashboard at W&B, and prints its URL.
+
+    Raises ValueError if no user is logged in to W&B, or if W&B rejects the dashboard.
+    """
     import wandb
 
     if not has_wandb_login():

@@ -39,7 +39,8 @@ def write_report(
 ) -> Path:
     """Writes the report of a run as an HTML file, and returns its path.
 
-    If the checkpoint or its data are missing, the report has no solved puzzles, and a note says why.
+    If `data` is None and the run's checkpoint or data are missing, the report has no solved puzzles. A note
+    in the report says why.
 
     Args:
         folder: Run folder.
@@ -51,7 +52,8 @@ def write_report(
         warn: Function that is called with the text of each warning.
 
     Raises:
-        ValueError: The folder has no run, `data` does not fit the model, or the page cannot be written.
+        ValueError: The folder has no run, `data` does not fit the model, matplotlib is missing, or the page
+            cannot be written.
     """
     check_packages()
     run = read_run(folder, evaluation=evaluation)
@@ -97,6 +99,8 @@ def write_evaluation_report(
     """Runs the model on test puzzles, and writes report.html into the run folder. Only rank 0 calls it.
 
     evaluation: Folder with the results of the evaluation.
+    seed: Seed of the random noise of the model.
+    batch_size: Number of puzzles that the model solves at a time.
     puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed, "puzzles": puzzles}
@@ -106,9 +110,10 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Writes an SVG file with a chart of accuracy over network calls. Without matplotlib, only warns.
+    """Writes an SVG chart of accuracy over network calls. Without matplotlib, only warns.
 
-    scaling: Content of scaling.json. If it has no test sets, nothing is written.
+    scaling: Content of scaling.json: accuracies for several numbers of network calls. If it has no test sets,
+    nothing is written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         log.warning(f"{path.name} not written: matplotlib is missing. Run pip install matplotlib.")
@@ -134,7 +139,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Raises ValueError if a file cannot be written later. Creates its folder."""
+    """Creates the folder of a file. Raises ValueError if the file cannot be written there."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

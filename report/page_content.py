@@ -31,7 +31,7 @@ from training.code import CHANGES
 
 
 def page_values(run: RunRecord, traced: TracedPuzzles | None) -> dict[str, Any]:
-    """Returns {name in the template run.html.jinja: value}.
+    """Returns what the HTML template run.html.jinja shows: {variable of the template: value}.
 
     traced: Answers of the model to some test puzzles. If None, the page shows no puzzles.
     """
@@ -147,8 +147,10 @@ def _moment(text: Any) -> str:
 def _results_table(run: RunRecord) -> dict[str, Any]:
     """Returns the table of test results. All values are texts.
 
-    Returns {"sets": names of the test sets, "counts": their numbers of puzzles, "rows": list}. A row is
-    (metric, written name, [(value, interval) for each test set]).
+    Returns {"sets": names of the test sets, "counts": their numbers of puzzles, "rows": list}. A row has one
+    metric: (metric, its name for readers, [(value, confidence interval) for each test set]).
+
+    Example of a row: ("exact_accuracy", "solved", [("0.913", "0.890 to 0.932")]).
     """
     drawn = [
         metric
@@ -173,7 +175,10 @@ def _cell(values: Mapping[str, Any], metric: str) -> tuple[str, str]:
 
 
 def learning_charts(run: RunRecord) -> list[Chart]:
-    """Draws the charts over training steps: loss, accuracy, learning rate and others."""
+    """Draws the charts over training steps: loss, accuracy, learning rate and others.
+
+    A metric that the log lacks gets no chart.
+    """
 
     def trained(metric: str, name: str = "") -> Line:
         return Line(name, *run.curve(f"train/{metric}"), role="second")
@@ -225,9 +230,12 @@ def learning_charts(run: RunRecord) -> list[Chart]:
 
 
 def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
-    """Draws charts of the answers to test puzzles: accuracy over steps, halting, and calibration.
+    """Draws charts of how the model solves test puzzles, for a report.
 
-    If the run has a scaling.json, also draws accuracy over compute.
+    The charts are: accuracy after each thinking step (call of the model), the steps after which the model
+    halts, and how well its Q head predicts that an answer is right. If the evaluation has a result file
+    scaling.json, another chart for each test set shows accuracy over model calls. A chart without data is
+    left out.
 
     traced: Answers of the model to some test puzzles. If None, charts that need them are left out.
     """
@@ -256,9 +264,10 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
 
 
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws the accuracy on test puzzles after each thinking step, from the last evaluation.
+    """Draws the accuracy on test puzzles after each thinking step (call of the model).
 
-    If the evaluation has no such accuracy, the chart shows the accuracy of the answers `traced`.
+    The values come from the last evaluation. If it has no such accuracy, they are computed from `traced`, the
+    answers of the model to some test puzzles. Returns None if neither has them.
     """
     lines, key = [], "exact_accuracy_after_step_"
     for index, (set_name, values) in enumerate(run.evaluation.items()):

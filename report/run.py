@@ -43,9 +43,9 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the names of an architecture's special metrics. The report shows them in simple charts.
+    """Returns the names of the metrics that are special to an architecture.
 
-    Common metrics such as "accuracy" are not included.
+    The report shows each of them in a simple chart. Common metrics such as "accuracy" are not included.
 
     arch: Name of the architecture, such as "hrm".
     """
@@ -61,8 +61,8 @@ class RunRecord:
 
     config       content of config.yaml, with defaults for missing keys. Empty if the file is missing
     rows         records of metrics.jsonl, {name: value}, sorted by training step
-    starts       records of starts.jsonl. Each launch of the run adds one, with command, git_commit, hardware,
-                 ...
+    starts       records of starts.jsonl: step, command, git_commit, hardware, ... There is one for each time
+                 that the run was started or resumed
     status       {"status": such as "finished", "step": last training step}
     evaluation   {test set: {metric: value}} of the newest evaluation
     scaling      newest scaling.json (accuracies for several numbers of model calls), or None
@@ -150,7 +150,8 @@ class RunRecord:
 def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
     """Reads the config, the log and the last evaluation from a run folder.
 
-    Raises ValueError if the folder does not exist or has no run.
+    A missing or damaged file becomes a text in `RunRecord.warnings`. Raises ValueError if the folder does not
+    exist or has no run.
 
     evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
     """
@@ -221,12 +222,16 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, rows: list[Row], warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Reads the result files of evaluate.py. Returns (content of metrics.json, content of scaling.json).
+    """Reads the result files metrics.json and scaling.json of evaluate.py. Returns their contents.
 
-    If a file is missing, its content is {} or None. Problems are appended to `warnings`.
+    metrics.json contains {test set: {metric: value}}. If it is missing, its content is {}. scaling.json
+    contains accuracies for several numbers of model calls. If it is missing, its content is None. Problems
+    are appended to `warnings`.
 
-    evaluation: Folder of the result files. If None, the newest files in the run folder are read. metrics.json
-    then only counts with default options, and if the log has no newer evaluation of a later training step.
+    evaluation: Folder of the result files. If None, the newest files in the folder evaluation/ of the run are
+    read. A metrics.json then counts only if its folder is named step_<N>. This is the name for an evaluation
+    with default options. A metrics.json also does not count if the log has a newer evaluation of a later
+    training step.
     rows: Records of the log.
     """
     last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)
@@ -267,7 +272,7 @@ def _typed(row: Any, types: Mapping[str, type]) -> Row:
 
 
 def _can_be_drawn(scaling: Any) -> bool:
-    """Returns whether `scaling` has the format of scaling.json, with at least one test set."""
+    """Returns whether a file's content has the format of scaling.json, and a test set."""
     try:
         for content in scaling["sets"].values():
             by = next(iter(content["corners"][0]["ways"]))
@@ -283,7 +288,9 @@ def _can_be_drawn(scaling: Any) -> bool:
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Returns the last evaluation in the log, {test set: {metric: value}}, with confidence intervals.
 
-    rows: Records of the log, by training step. {} if none contains an evaluation.
+    Returns {} if the log has no evaluation.
+
+    rows: Records of the log, sorted by training step.
     """
     for row in reversed(rows):
         results = metrics_by_set({name: value for name, value in row.items() if is_number(value)})

@@ -1,4 +1,7 @@
-"""The page of a study: a self-contained HTML file with all trials and charts of the hyper-parameters."""
+"""The page of a study: a self-contained HTML file with all trials and charts of the hyper-parameters.
+
+A study is a search for hyper-parameters. A trial is one training of the search.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,9 @@ def _parameter_chart(
 ) -> Chart | None:
     """Draws the results of all trials (trainings) over the value of one hyper-parameter.
 
-    key: Name of the hyper-parameter. If its values are not numbers, the x axis shows 1, 2, ... for them.
+    key: Name of the hyper-parameter. If it has a fixed list of choices, the x axis shows their numbers 1, 2,
+    ..., and the caption explains them.
+    trials: Completed trials.
     importance: Fraction of the variance of the results that the hyper-parameter explains. It is added to the
     caption.
     """

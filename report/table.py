@@ -49,9 +49,10 @@ class Group:
 def without_repeats(
     runs: Sequence[RunRecord], warn: Callable[[str], None] = lambda line: None
 ) -> list[RunRecord]:
-    """Removes runs that repeat another run, with the same config, seed and data.
+    """Returns the runs without repetitions. Repetitions have the same config, seed and data.
 
-    Of equal runs, the newest finished one is kept. If none has finished, the newest is kept.
+    Of equal runs, the newest finished one is kept. If none has finished, the newest is kept. Runs without a
+    config are always kept.
 
     warn: Function that is called with a text for each removed run.
     """
@@ -67,7 +68,7 @@ def without_repeats(
 
 
 def _settings(run: RunRecord) -> dict[str, Any]:
-    """Returns the config of a run without its names, and without keys that do not change the training."""
+    """Returns a run's config without keys that do not change the training, such as run_name."""
     return {
         key: value
         for key, value in run.config.items()
@@ -83,7 +84,8 @@ def _age(run: RunRecord) -> tuple[bool, str]:
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """Groups trainings that differ only in their seed and their names. Keeps their order.
 
-    If a dataset was rebuilt between two trainings, they are in different groups.
+    If a dataset was rebuilt between two trainings, they are in different groups. A run without a config is
+    the only run of its group.
     """
     groups: dict[str, list[RunRecord]] = {}
     for index, run in enumerate(runs):
@@ -114,7 +116,10 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence[str | None]) -> None:
     """Adds the key "data" to the configs if a dataset was rebuilt between trainings.
 
-    The value is the start of the dataset's hash. It then shows which training used which data.
+    The configs are changed in place. The value is the start of the dataset's hash, such as "1a2b3c4d".
+
+    configs: Config of each group of runs.
+    fingerprints: Hash of the dataset of each group. None if unknown.
     """
     found: dict[str, set[str]] = {}
     names = [(fingerprint or "unknown")[:8] for fingerprint in fingerprints]
@@ -126,9 +131,10 @@ def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence
 
 
 def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
-    """Returns the name of a group of trainings: "lr=0.001" if they differ from other groups in lr.
+    """Returns the name of a group of trainings, such as "lr=0.001".
 
-    If they differ in no key or in too many keys, it is the name of the first training.
+    This means that the group differs from the other groups in lr. If `settings` is empty or has more than
+    _MOST_DIFFERENCES (6) keys, the name starts with the first training. Example: "my_run and 2 more".
 
     members: Trainings of the group.
     settings: {config key: value}, for keys that differ between groups.
@@ -170,9 +176,10 @@ def _trained_on(run: RunRecord) -> dict[str, float]:
 
 
 def _unseen(run: RunRecord) -> float | None:
-    """Returns the accuracy on test puzzles that the model was not trained on, in the last evaluation.
+    """Returns the accuracy on test puzzles that the model was not trained on.
 
-    Returns None if the model was trained on no test puzzle, or if the accuracy is unknown.
+    It is from the last evaluation, and the mean over test sets. Returns None if the model was trained on no
+    test puzzle, or if the accuracy is unknown.
     """
     trained_on = _trained_on(run)
     names = {set_name: "unseen/" if trained_on.get(set_name) else "" for set_name in run.eval_sets()}
@@ -278,7 +285,7 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
 
 
 def _unknown_column(column: str, runs: Sequence[RunRecord], usual: Sequence[str]) -> str:
-    """Returns the message for a column that no run has in its log. usual: Names of the default columns."""
+    """Returns the error message for a column that no run has logged. usual: Names of the default columns."""
     kind = next((part for part in column.split("/")[:-1] if part in kind_names()), None)
     if kind and not any(f"/{kind}/" in name for run in runs for row in run.rows for name in row):
         return (
@@ -289,13 +296,13 @@ def _unknown_column(column: str, runs: Sequence[RunRecord], usual: Sequence[str]
 
 
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns (low, high), the 95 % confidence interval of the accuracy. (None, None) if it is unknown.
+    """Returns (low, high), the 95 % confidence interval of the accuracy.
 
-    With several trainings, it shows how much their mean varies over seeds. With one training, it shows how
-    much the accuracy varies over test puzzles.
+    With several trainings, the interval shows how much their mean varies over seeds. With one training, it
+    shows how much the accuracy varies over test puzzles. Returns (None, None) if it is unknown.
 
     runs: Trainings that differ only in their seed.
-    shares: Accuracy of each training.
+    shares: Accuracy of each training whose accuracy is known.
     """
     if len(shares) > 1:
         low, high = mean_interval(shares)

@@ -61,19 +61,18 @@ class TracedPuzzles:
 
     @property
     def is_wrong(self) -> np.ndarray:
-        """Returns which cells are wrong after each thinking step (call of the model): bool [n, steps,
-        seq_len].
+        """Returns which cells are wrong after each thinking step: bool [n, steps, seq_len].
 
-        Cells that are not scored are not wrong.
+        A thinking step is one call of the model. Cells that are not scored are not wrong.
         """
         labels = self.labels[:, None]
         return (self.trace.preds != labels) & (labels != IGNORE_LABEL_ID)
 
     @property
     def is_right(self) -> np.ndarray:
-        """Returns which puzzles are right in all scored cells after each thinking step (call of the model).
+        """Returns which puzzles are right after each thinking step: bool [n, steps].
 
-        The result is bool [n, steps].
+        A thinking step is one call of the model. Right means that all scored cells are right.
         """
         return ~self.is_wrong.any(axis=2)
 
@@ -87,13 +86,14 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Runs a model on test puzzles, and returns its answers after each thinking step (call of the model).
+    """Runs a model on test puzzles, and returns its answers after each thinking step.
 
-    Raises ValueError if the checkpoint or the data are missing.
+    A thinking step is one call of the model. Raises ValueError if the checkpoint or the data are missing, or
+    do not fit each other.
 
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
-    num_puzzles: Maximum number of puzzles.
+    num_puzzles: Maximum number of puzzles, as in `trace_puzzles`.
     """
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
@@ -118,14 +118,16 @@ def trace_puzzles(
     seed: int = 0,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> TracedPuzzles:
-    """Runs a model on test puzzles, and returns its answers after each thinking step (call of the model).
+    """Runs a model on test puzzles, and returns its answers after each thinking step.
 
-    Runs in one process. The puzzles are evenly spaced in the test sets. Augmented variants are left out.
+    A thinking step is one call of the model. The puzzles are evenly spaced in the test sets. Augmented
+    variants are left out. Only the calling process takes part.
 
     model: Model in evaluation mode.
-    num_puzzles: Maximum number of puzzles. If the model is slow (LDT) or needs much memory, the number is
-    smaller.
-    path: Path of the checkpoint.
+    num_puzzles: Maximum number of puzzles. Each test set gets an equal part, rounded up. If the model is slow
+    (LDT) or needs much memory, the number is smaller.
+    batch_size: Number of puzzles that the model solves at a time.
+    path: Path of the checkpoint. It is only stored in the result.
     seed: Seed of the random noise of the model.
     puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
@@ -192,12 +194,14 @@ def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
 def reliability(
     puzzles: TracedPuzzles, *, num_bins: int = 10
 ) -> tuple[list[tuple[float, float, int]], float] | None:
-    """Compares how sure the model is of its answers with how often they are right (calibration).
+    """Compares how sure the model is with how often its answers are right (calibration).
 
-    The model's probability that an answer is right is sigmoid(q_halt). Answers with similar probabilities
-    form a bin. Returns (bins, expected calibration error of Guo et al. 2017). A bin is (mean probability,
-    fraction of right answers, number of answers). Returns None if no puzzle has a label, or for a search
-    model (LDT), because it has no such probability.
+    The model's probability that an answer is right is sigmoid(q_halt). The answers after all thinking steps
+    (calls of the model) count. Answers with similar probabilities form a bin.
+
+    Returns (bins, expected calibration error of Guo et al. 2017). A bin is (mean probability, fraction of
+    right answers, number of answers). Returns None if no puzzle has a label, or for a search model (LDT),
+    because it has no such probability.
     """
     if puzzles.is_search or not puzzles.has_labels.any():
         return None
@@ -218,16 +222,17 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
-    """Returns the data with which the page draws the puzzles, as a JSON object. Easy puzzles come first.
+    """Returns the data with which the page draws the puzzles: {"puzzles": list, ...} for JSON.
 
-    The keys of a puzzle are, among others:
+    Puzzles that the model solves after fewer calls come first. The keys of a puzzle are, among others:
 
-    input, label          list of tokens
-    answers, confidences  for each model call, a list of tokens or of percentages
-    stays_right_from      number of the first call after which the answer stays right, or null
-    rated                 for each call, how sure the model is, in percent
-    candidates            only for a search model (LDT): for each call, a list of bit masks of possible tokens
-    guesses               for each call, the index of the cell that a search model guesses. Negative: no guess
+    input, label      list of tokens
+    answers           for each model call, a list of tokens
+    confidences       for each model call, the confidence in each cell: a list of integers from 0 to 100
+    stays_right_from  number of the first call after which the answer stays right, or null
+    rated             for each call, how sure the model is of the complete answer, from 0 to 100
+    candidates        only for a search model (LDT): for each call, a list of bit masks of possible tokens
+    guesses           for each call, the index of the cell that a search model guesses. Negative: no guess
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}
@@ -277,7 +282,9 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
 
     Answers are cropped to the shape of the label.
 
-    tokens, label: Tokens of the puzzle and of the right answer, [seq_len].
+    style: How the puzzle is drawn, such as its number of columns.
+    tokens, label: Tokens of the puzzle and of the right answer, int32 [seq_len].
+    trace: Answers of the model to all puzzles.
     index: Index of the puzzle in `trace`.
     """
     of_input, of_answer = cells_of(style, tokens), cells_of(style, label, frame=label)
@@ -300,7 +307,8 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
 def pack(content: Mapping[str, Any], *, max_bytes: int = MAX_PICTURES_BYTES) -> tuple[str, int]:
     """Compresses the result of `picture_data`. Returns (base64 text, number of puzzles in it).
 
-    If the text would be longer than max_bytes, every second puzzle is removed until it fits.
+    If the text would be longer than max_bytes, every second puzzle is removed. This is repeated until the
+    text is short enough, or has one puzzle.
     """
     puzzles = content["puzzles"]
     while True:
