@@ -123,13 +123,13 @@ def levels_of(network: nn.Module) -> dict[str, Level]:
 
 
 def block_weights(network: nn.Module) -> frozenset[str]:
-    """Returns the names of the weights in transformer blocks. They are only used in `network.dtype`."""
+    """Returns the names of the weights in transformer blocks. They are only used in the dtype of the network."""
     levels = tuple(f"{name}.layers." for name in levels_of(network))
     return frozenset(name for name, _ in network.named_parameters() if name.startswith(levels))
 
 
 def cast_blocks_(network: nn.Module) -> None:
-    """Casts the weights in transformer blocks to `network.dtype`, in place. Not for training.
+    """Casts the weights in transformer blocks to the dtype of the network, in place. Not for training.
 
     Otherwise, every call of a layer would cast them.
     """
