@@ -123,7 +123,7 @@ def levels_of(network: nn.Module) -> dict[str, Level]:
 
 
 def block_weights(network: nn.Module) -> frozenset[str]:
-    """Returns the names of the weights in transformer blocks. They are only used in the dtype of the network."""
+    """Returns the names of the weights in transformer blocks. They are used in the dtype of the network."""
     levels = tuple(f"{name}.layers." for name in levels_of(network))
     return frozenset(name for name, _ in network.named_parameters() if name.startswith(levels))
 

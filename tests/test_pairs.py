@@ -108,7 +108,9 @@ def test_the_evaluator_counts_each_task(folder, tmp_path):
     labels = np.where(puzzles.labels == 0, IGNORE_LABEL_ID, puzzles.labels)
     given = answers(puzzles.inputs, labels, preds)._replace(puzzle_identifiers=puzzles.puzzle_identifiers)
     for rows in (slice(0, 3), slice(3, None)):
-        evaluators.add("all", type(given)(*(column if column is None else column[rows] for column in given)))
+        evaluators.add(
+            "all", type(given)(*(each[rows] if isinstance(each, np.ndarray) else each for each in given))
+        )
     assert evaluators.gather_metrics()["all"] == {"pairs/exact_accuracy": 0.9, "pairs/count": 10}
     evaluators.write(tmp_path)
     tasks = {name: {"exact_accuracy": share, "count": 5} for name, share in (("down", 1.0), ("right", 0.8))}
