@@ -83,17 +83,18 @@ def train(program: Program[PretrainConfig]) -> int:
     # the run has no checkpoint, load the weights that `init_from` names, if it is set.
     checkpoints = open_checkpoints(config, data)
     with program.watchdog.paused():  # The watchdog ends a run that hangs. A download for `init_from` is slow.
-        # False if the loaded step should have a row in metrics.jsonl, but has none. Step 0 needs no row.
+        # `is_logged` is False if the row of the loaded step is missing in metrics.jsonl. Step 0 needs no row.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find leaks: evaluated puzzles that are also training puzzles, of this run or of the loaded weights.
-    # `trained_on` returns all puzzles that the model will have seen at the end of the run.
+    # Find leaks: test puzzles on which this run trains, or on which the loaded weights were trained.
+    # `trained_on` returns all puzzles that the model will have seen at the end of the run. The text `model`
+    # is part of the warning.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
     # If the row of the loaded step is missing, `run_steps` makes it first. Example: The run was killed while
     # it evaluated. If the row exists, there is nothing to do in two cases:
     # - The loaded step is the last step of this launch: `max_steps`, or the last step of the run.
-    # - The evaluation of the loaded step ended the run, because `stop_patience` evaluations had no new best.
+    # - The evaluation of the loaded step ended the run: the last `stop_patience` evaluations had no new best.
     is_evaluated = is_logged and schedule.is_evaluation(state.step)
     ends_early = is_evaluated and checkpoints.best.ends_early(config.stop_patience)
     is_last = is_logged and state.step >= schedule.end_step
@@ -112,9 +113,9 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    # A signal stopped the run. If torchrun is not elastic, `end_torchrun` stops torchrun on every node, and
-    # returns exit status 0. If torchrun is elastic (--nnodes MIN:MAX), `end_torchrun` does not stop it, and
-    # returns another exit status. torchrun then starts the processes again on the remaining nodes.
+    # A signal stopped the run. `end_torchrun` usually returns exit status 0. On several nodes, it first ends
+    # torchrun on all of them. If torchrun is elastic (--nnodes MIN:MAX), it returns a status with which
+    # torchrun starts the processes again on the nodes that are left.
     return end_torchrun()
 
 
@@ -133,8 +134,8 @@ def run_steps(
     rows, evaluations and checkpoints that are due between two merges wait for the next merge.
 
     program: Config, device and watchdog. state: State of the run, changed in place. data: Training and test
-    data. checkpoints: Saves the checkpoints. is_logged: Whether the metrics of step `state.step` are already
-    in metrics.jsonl. Also True at step 0.
+    data. checkpoints: Saves the checkpoints. is_logged: False if the row of step `state.step` is missing
+    in metrics.jsonl. True at step 0, which needs no row.
 
     Returns whether a signal such as Ctrl-C stopped the run.
     """
@@ -143,8 +144,9 @@ def run_steps(
     # - checkpoints: Saves checkpoints in a thread.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
     # - interruption: Turns a signal such as Ctrl-C into a request to stop. If one rank has a request,
-    #   `is_agreed()` becomes True on all ranks, after the same step. If a rank does not finish the step in
-    #   time, it exits without saving. While the watchdog is paused, there is no time limit.
+    #   `is_agreed()` becomes True on all ranks, after the same step. After a signal, a rank that
+    #   does not finish its step within a time limit exits without saving. While the watchdog is paused, the
+    #   limit starts only at a second signal.
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -157,8 +159,8 @@ def run_steps(
         Monitor(program, state, data, checkpoints, is_logged=is_logged) as monitor,
         Interruption(program.watchdog.is_paused) as interruption,
     ):
-        # Evaluate one batch of each set, so that an error in the evaluation appears before the training.
-        # `check` warns if the metric of the key `keep_best` is not among the results.
+        # Evaluate one batch of each test set, so that an error in the evaluation appears before the training.
+        # `check` warns if the results lack the metric that the key `keep_best` names.
         if config.sanity_check and state.step == 0:
             with monitor.paused():
                 results = evaluate(config, state, data, only_first_batches=True)
@@ -183,8 +185,8 @@ def run_steps(
                         results = evaluate(config, state, data, interruption)
                     if results is None:
                         # A signal interrupted the evaluation, so this row is not logged. The sums of the
-                        # training metrics are not reset, so the checkpoint contains them. The next launch
-                        # evaluates again, and logs the row with them.
+                        # training metrics are kept, and are in the checkpoint. The next launch evaluates
+                        # again, and logs this row from these sums.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -204,7 +206,8 @@ def run_steps(
                 set_name, batch = next(batches)
 
             # Run one training step. It adds 1 to `state.step`. The schedule gives the learning rates of the
-            # step, and its number of cycles and amount of noise (`reasoning`). A curriculum may change them.
+            # step. `reasoning` has its number of cycles (how often a thinking step runs the blocks) and its
+            # noise. A curriculum may change the number of cycles.
             next_step = state.step + 1
             result = train_step(
                 state,
@@ -218,13 +221,13 @@ def run_steps(
             # A signal may reach only one rank, but all ranks must stop after the same step. So each rank
             # sends a stop request, 0 or 1, in the training step. `result.stop_requests` is their sum over
             # ranks, or None if the step sent nothing (local_steps > 1, between merges). If the sum is
-            # positive, `is_agreed()` becomes True: on CPUs now, on CUDA one step later, so that the host does
-            # not wait for the GPU.
+            # positive, `is_agreed()` becomes True. On CUDA, it becomes True one step later, because the host
+            # would have to wait for the GPU now.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
-            # If a comparison is due, compare the tensors that must be equal on several ranks. If they differ,
-            # the run ends.
+            # At some steps, check that all copies of a tensor, such as a weight, are equal on all ranks. If
+            # they differ, the run ends.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     state.check_replicas()
@@ -281,7 +284,7 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
     Raises:
         ValueError: If the config is wrong, or the run fails.
     """
-    # Discard the warnings of this call, because the new processes print them again.
+    # Discard all output of this call, because the new processes print it again.
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         config = compose_run(overrides, processes=processes)

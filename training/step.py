@@ -3,97 +3,107 @@
 A slot is one position of the global batch, and works on one puzzle at a time. Each rank works on its own
 slots. A thinking step is one forward pass of the network: it computes a new state and an answer for each
 slot. A slot works on its puzzle for several training steps, until it halts. Each of these steps continues
-from the state of the previous one. Between training steps, `state.carry` holds puzzles and states. They are
-detached, so no gradient flows from a training step into an earlier one.
+from the state of the previous one. Between training steps, `state.carry` holds puzzles and states. The
+states are detached, so no gradient flows from a training step into an earlier one.
 
 `train_step` does the following, in this order. The comments in the code have the same numbers. "Dense
 weights" are all weights except the puzzle embeddings.
 
 1. Sample the random numbers that the host draws for this step, such as which slots explore. An exploring
-   slot may not halt in this training step before a sampled minimum number of thinking steps on its puzzle.
-   Every training step samples all of them again. Noise and dropout are drawn later, on the device.
-2. Give new puzzles to the slots that have halted. Slot i takes puzzle i of the batch, and an initial state.
-   If slot i has not halted, it keeps its puzzle and state, and puzzle i of the batch is discarded.
-3. Compute the divisors of the loss. A divisor is a number that divides a term of the loss, such as the
-   number of slots. With a sharded puzzle table, fetch the embeddings of the puzzles in the slots.
+   slot samples a minimum number of thinking steps. If it has made fewer on its puzzle, it does not halt in
+   this training step. The next training step samples again. Noise and dropout are drawn later, on the
+   device.
+2. Give new puzzles to the slots that have halted. At the start of a run, these are all slots. Slot i takes
+   puzzle i of the batch, and an initial state. If slot i has not halted, it keeps its puzzle and state, and
+   puzzle i of the batch is discarded.
+3. Compute the divisors of the loss. The loss is divided by the number of slots of the global batch. LDT
+   divides some terms by other counts. With a sharded puzzle table, fetch the embeddings of the puzzles in
+   the slots.
 4. Run all micro-batches. For each one: run the thinking step, decide which slots halt, compute the loss, and
-   run the backward pass. The gradients of the micro-batches add up. Before the last backward pass, this rank
-   writes two scalars to the buffer that step 6 sums: its loss, and 1 if a signal has asked it to stop.
+   run the backward pass. A slot halts after `halt_max_steps` thinking steps, or earlier by the rules in
+   models/halting.py. The gradients of the micro-batches add up. Before the last backward pass, this rank
+   writes two scalars to the buffer that step 6 sums: its loss, and its stop request: 1 if a signal has asked
+   it to stop, else 0.
 5. Store the new carry.
 6. Sum over ranks: the gradients of the dense weights, the gradients of the puzzle embeddings, and the
    scalars.
 7. If `grad_clip_norm` is set, clip the gradients of the dense weights by their norm. Update the dense
-   weights with the optimizer. Update the embeddings of the puzzles in the slots with sign SGD. If `ema` is
-   set, first bring the moving averages of these embeddings up to date. The averages of all other embeddings
-   wait until their puzzles are in a slot again.
-8. Copy the updated weights to those that the forward pass reads. This concerns the weights of the blocks in
-   bfloat16, because the optimizer updates float32 weights.
+   weights with the optimizer. If `ema` is set, add the old value of each embedding that is about to change
+   to its moving average, once for each step since its last change. Then update the embeddings of the puzzles
+   in the slots with sign SGD. So embeddings that do not change cost no work.
+8. With a bfloat16 forward pass, the weights of the blocks exist twice: in float32 for the optimizer, in
+   bfloat16 for the forward pass. Copy the first to the second. With a float32 forward pass, this step does
+   nothing.
 9. If `ema` is set, update the moving averages of the dense weights.
 10. Add the metrics of this rank to the sums for the next log row.
 
 With one process, nothing is sent. A step with a loss or gradient norm that is not finite changes the weights
-like any other step. The training loop then ends the run, before the next log row, checkpoint or evaluation
-(`Monitor` in training/monitor.py).
+like any other step. `Monitor` in training/monitor.py then ends the run, before the next log row, checkpoint
+or evaluation.
 
 Config keys select modes of a step. Each entry says what a mode changes in steps 1 to 10.
 
 How gradients are summed
 - sync=auto: On the CPUs of one Linux node, step 6 adds the gradients of all ranks in shared memory
   (SharedMemorySync in distributed/sync.py). The optimizer is then sharded over all ranks, unless
-  `data_parallel_shard_degree` is 1. In all other cases, sync=auto is sync=flat. This holds for GPUs, for
-  several nodes, and for each of: a pipeline, tensor parallelism, local steps, sync_dtype=bfloat16,
-  train_only=puzzle_embeddings, and an optimizer that is sharded over some of the ranks.
+  `data_parallel_shard_degree` is 1. sync=auto is sync=flat on GPUs, on several nodes, and with any of these:
+  a pipeline, tensor parallelism, local steps, sync_dtype=bfloat16, train_only=puzzle_embeddings, an
+  optimizer that is sharded over some of the ranks.
 - sync=flat: During the last backward pass of step 4, the gradients of the dense weights and the scalars are
-  sent in buckets. Step 6 waits for the sums (FlatSync). With a pipeline, tensor parallelism or
-  train_only=puzzle_embeddings, step 6 sends everything.
-- sync=ddp: torch's DistributedDataParallel sums the gradients in the last backward pass of step 4. Step 6
-  sums the scalars in a separate message (DDPSync). The weights stay float32, so step 8 copies nothing.
-- sync_dtype=bfloat16: The gradients of the dense weights are sent in bfloat16. The gradients of puzzle
-  embeddings are always sent in float32.
-- local_steps > 1: Each rank trains by itself. Step 3 sends nothing, the number of slots that divides the
-  loss is that of the rank, and step 6 does nothing. Every `local_steps` training steps, and after the last
-  step of the run, step 8 merges the weights: it replaces them on all ranks by their mean over the ranks.
-  With `outer_lr` and `outer_momentum`, it starts from the weights of the previous merge, and moves them in
-  the direction of the mean, like SGD with momentum. A puzzle embedding becomes its mean over the ranks that
-  changed it. A merge also sums the scalars since the previous one. Step 9 does nothing without a merge.
-  After a merge, it adds the merged weights to the average once for each training step since the previous
-  merge (LocalSteps in training/strategy.py).
+  sent in buckets. Step 6 waits for the sums (FlatSync), and sends the gradients of the puzzle embeddings.
+  With a pipeline or tensor parallelism, step 6 sends all gradients. With train_only=puzzle_embeddings, only
+  gradients of puzzle embeddings and scalars exist, and step 6 sends them.
+- sync=ddp: torch's DistributedDataParallel sums the gradients of the dense weights in the last backward pass
+  of step 4. Step 6 sums the scalars, and the gradients of the puzzle embeddings, in other messages
+  (DDPSync). All weights are float32, also with a bfloat16 forward pass, so step 8 copies nothing.
+- sync_dtype=bfloat16: The gradients of the dense weights and the scalars are sent in bfloat16. The gradients
+  of puzzle embeddings are always sent in float32.
+- local_steps > 1: Each rank trains by itself. The loss is divided by the number of slots of the rank. Steps
+  3 and 6 send nothing. Every `local_steps` training steps, and after the last step of the run, step 8 merges
+  the weights: it replaces them on all ranks by their mean over the ranks. With `outer_lr` and
+  `outer_momentum`, the new weights are those of the previous merge, moved towards the mean by SGD with this
+  learning rate and momentum. A puzzle embedding becomes its mean over the ranks that changed it. A merge
+  also sums the scalars of all steps since the previous merge. Step 9 runs only after a merge. It adds the
+  merged weights to the average once for each training step since the previous merge (LocalSteps in
+  training/strategy.py).
 
 How weights are distributed
-- data_parallel_shard_degree: The optimizer is sharded (ZeRO-1). In step 7, each rank updates its shard of
-  the sharded weights. Step 8 copies the shard, then all-gathers the copies. With a bfloat16 forward pass,
-  the weights of the blocks are sharded, and each rank updates all other dense weights. With a float32
-  forward pass, all dense weights are sharded (distributed/flat.py).
+- data_parallel_shard_degree: The optimizer is sharded (ZeRO-1): this number of ranks divide the weights
+  among them. In step 7, each rank updates only its shard. Step 8 copies the shard, then all-gathers the
+  copies. With a bfloat16 forward pass, only the weights of the blocks are divided, and every rank updates
+  all other dense weights. With a float32 forward pass, all dense weights are divided (distributed/flat.py).
 - pipeline_parallel_degree: Each rank has some of the blocks. In step 4, the activations of the slots pass
   through the blocks of all ranks of a pipeline, forward and backward. Step 4 sends no gradients of weights,
-  step 6 sends all of them (distributed/pipeline.py). Step 7 adds the squared norms of the ranks.
+  step 6 sends all of them (distributed/pipeline.py). For the gradient norm, step 7 adds the squares of all
+  ranks.
 - tensor_parallel_degree: Several ranks work on the same slots. Each of them has a part of every matrix in
-  the blocks. In step 4, they sum activations, and gradients of activations. Step 4 sends no gradients of
-  weights, step 6 sends all of them (distributed/tensor.py). Step 7 adds the squared norms of the ranks. Muon
-  needs full matrices: in step 7, one rank gathers each matrix, computes its update, and sends the parts
-  back.
+  the blocks. In step 4, they sum activations in the forward pass, and the gradients of these in the backward
+  pass. Step 4 sends no gradients of weights, step 6 sends all of them (distributed/tensor.py). For the
+  gradient norm, step 7 adds the squares of all ranks. Muon needs full matrices: in step 7, one rank gathers
+  each matrix, computes its update, and sends the parts back.
 - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, its owner. Step 3 fetches embeddings from
   the owners, and step 6 sends the gradients to the owners (optimizers/puzzle_table.py).
 
 What is computed
 - train_only=puzzle_embeddings: The dense weights have no gradient, and do not change.
-- arch.no_ACT_continue=false (the default of HRM): The loss has a term for q_continue, the value of one more
-  thinking step. The target of this term needs the result of that thinking step. With arch.q_target=exact,
-  step 4 runs it for all slots, without gradient. With arch.q_target=deferred, step 4 runs it only for slots
-  that halt. The other slots run it in the next training step anyway, which then computes their term
-  (models/objective.py).
+- arch.no_ACT_continue=false (the default of HRM): The Q head also outputs q_continue, the value of one more
+  thinking step, and the loss has a term for it. The target of this term needs the result of that thinking
+  step. With arch.q_target=exact, step 4 runs it for all slots, without gradient. With
+  arch.q_target=deferred, step 4 runs it only for slots that halt. A slot that continues makes that thinking
+  step in the next training step. The next training step then computes the term. For its gradient, it applies
+  the Q head again to the old state (models/objective.py).
 - arch=ldt: A slot may hold several puzzles, called boards (`boards_per_slot`). A training step works on one
   of them, picked before step 2, and the others wait. Each board halts by itself. The divisors of LDT depend
   on the data. Step 3 sums them over ranks (models/ldt_objective.py).
-- init_noise changes initial states in step 2. state_noise, step_noise, damping and dropout change states and
-  activations in step 4 (models/noise.py).
+- init_noise changes initial states in step 2. In step 4, step_noise changes the state before the thinking
+  step, state_noise and damping change each new state, and dropout changes activations (models/noise.py).
 - gradient_accumulation_steps: Step 4 splits the slots of a rank into this number of micro-batches. All of
   them have the same divisors. Only the last backward pass may send gradients. If ranks of an elastic run
-  have unequal numbers of slots, the number of micro-batches may differ from the key.
+  have unequal numbers of slots, a rank may have more or fewer micro-batches.
 - activation_checkpointing=block: The backward pass computes the activations of each block again.
 - compile: torch compiles the blocks, and the update of AdamATan2.
-- curriculum: The stage of the run selects the training data, and how often a thinking step runs the blocks
-  (training/schedule.py).
+- curriculum: A run has stages. Each stage has its own training data, and its own number of cycles: how often
+  a thinking step runs the blocks (training/schedule.py).
 - torchrun --nnodes MIN:MAX (elastic): The number of ranks may change between launches. A rank may have no
   slot. It then runs one empty micro-batch.
 
@@ -141,9 +151,9 @@ def train_step(
             last micro-batch.
 
     Returns:
-        The loss, the gradient norm, the number of stop requests, and the training steps that the moving
-        average includes now. They are equal on all ranks. With local steps and without a merge, the first
-        three are None.
+        The loss, the gradient norm, the number of stop requests, and the training steps to add to the moving
+        average now. They are equal on all ranks. With local steps and without a merge, the first three are
+        None, and there is no training step to add.
     """
     state.step += 1
     network = state.model.network
@@ -183,9 +193,9 @@ def forward_and_backward(
 ) -> tuple[Carry, Sums]:
     """Runs all micro-batches of this rank. Returns the new carry and the metric sums.
 
-    The gradients of the micro-batches add up in the gradient buffers. The objective returns the sum of the
-    losses of the slots. The backward pass starts from this sum divided by divisors["slots"], the number of
-    slots in the global batch. With local steps, it is the number of slots of this rank.
+    The gradients of the micro-batches add up in the gradient buffers. `losses` of the objective returns the
+    sum of the losses of the slots. This function divides it by divisors["slots"], the number of slots in the
+    global batch (with local steps, of this rank). `losses` itself uses only the other divisors.
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
@@ -196,7 +206,7 @@ def forward_and_backward(
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
     # Add the scalars (loss and stop request) before the last backward pass, because with sync=flat this pass
     # sends them together with the gradients. The loss among the scalars is the sum over slots.
-    # `Strategy.synchronize` divides it by the number of slots, after the sum over ranks.
+    # Step 6 sums it over ranks, and step 8 divides it by the number of slots.
     scalars = state.weights.scalars
     carries: list[Carry] = []
     sums: Sums = {}
@@ -233,9 +243,9 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # 8. Copy the new weights to those that the forward pass reads. With local steps: if a merge is due, first
-    # merge the weights of all ranks. The result has the mean loss of the step over all ranks. With local
-    # steps, it has the mean loss since the previous merge, or None if no merge was due.
+    # 8. Copy the new weights to those that the forward pass reads. With local steps, first merge the weights
+    # of all ranks, if a merge is due. The result has the mean loss over the global batch (with local steps,
+    # also over the steps since the previous merge; None if no merge was due).
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
     # 9. Moving average. Without local steps, `averaged_steps` is this step. With local steps, it is empty if
