@@ -259,6 +259,7 @@ def test_different_models_have_no_mean(sudoku_folder, tmp_path):
     assert "mean and standard deviation" not in finished.stdout
 
 
+@pytest.mark.long
 def test_grids_of_several_checkpoints_have_equal_bytes_on_any_number_of_processes(trained, tmp_path):
     words = ("checkpoint=[run/step_16,run/step_20]", *_GRID, _SELECTS)
     for folder, more, world_size in (("alone", "seed=0", 1), ("shared", "eval_batch_size=10", 3)):

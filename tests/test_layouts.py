@@ -191,6 +191,7 @@ def test_a_layout_with_other_options_is_one_process(tmp_path):
     assert_equal_to_one(tmp_path, runs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_layout_that_is_resumed_in_itself_has_the_same_bits(tmp_path):
     """In bfloat16, with float32 master weights. Every layout, other models: system/test_all_layouts.py."""

@@ -282,6 +282,7 @@ def test_a_search_starts_with_few_samples_and_the_first_to_halt_answers(data, mo
     assert (answer.sample, answer.is_decided, sum(started[4:]) // 2) == (0, False, 32), "all of them ran"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_learns_searches_and_solves(tmp_path):
     """On one process; that several are the same run is in `test_network_of_candidates`."""

@@ -168,6 +168,7 @@ def _evaluate(folder: Path, batch_size: int, settings=_SETTINGS) -> tuple[SetRes
     return result.get("all"), sum(rows)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder, monkeypatch):
     with monkeypatch.context() as patch:

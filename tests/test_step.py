@@ -136,6 +136,7 @@ def test_other_models_are_the_same_run():
         assert alone["steps"].unique().numel() > 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_of_an_elastic_run_have_fewer_slots_or_none():
     """5 x 4 + 4 of 24 slots, or 6 x 4 and none."""

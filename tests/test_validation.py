@@ -133,6 +133,7 @@ def test_repeated_puzzles_are_on_one_side_and_a_run_of_an_earlier_version_keeps_
     assert logged["old1"]["validation/all/count"] == 40
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_is_selected_by_its_validation_puzzles(tmp_path):
     """80 puzzles with 2 further variants each, made while reading; 100 for testing."""

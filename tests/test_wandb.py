@@ -252,6 +252,7 @@ def test_a_copy_of_a_run_is_another_run(tmp_path, sudoku_folder):
             _assert_has_all_rows(server.runs[name].history, tmp_path / folder)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_server_that_is_gone_costs_nothing(tmp_path, sudoku_folder):
     """It goes at step 10, is not there for the second start, and `wandb sync` brings it all later."""
