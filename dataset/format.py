@@ -184,9 +184,11 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The splits of one dataset folder, or of several folders that are mixed.
+    """The opened dataset folder, or a mixture of several folders.
 
-    origins: {test set: where it comes from}. {} for one folder.
+    folders: Paths of the folders. splits: {"train" or "test": split}. origins: For each test set of a
+    mixture, the folder that contains it, its name there, and the first puzzle identifier of this folder. {}
+    for one folder.
     """
 
     folders: tuple[Path, ...]

@@ -121,10 +121,12 @@ class Identities:
 
 
 def identities_of(data: Dataset) -> Identities | None:
-    """Returns the name and the digest of the puzzle behind each puzzle identifier of a dataset.
+    """Returns which puzzle each puzzle identifier (embedding number) of a dataset stands for: name and
+    digest.
 
-    Returns None if a folder has several identifiers, but no identifiers.json with their names. Raises
-    ValueError if digests.npy, the file of the digests, does not match the dataset.
+    In most datasets, such as Sudoku, all puzzles share one identifier, which needs no name. Returns None if a
+    folder has several identifiers, but no identifiers.json with their names. Raises ValueError if digests.npy
+    does not have one digest for each identifier.
     """
     split = next(iter(data.splits))
     sizes = tuple(load_metadata(folder, split).num_puzzle_identifiers for folder in data.folders)

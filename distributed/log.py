@@ -87,7 +87,10 @@ class _RankFile(logging.StreamHandler):
 
 
 class _Printable(logging.Formatter):
-    """Formats messages for a file. Escapes control characters, because a terminal would execute them."""
+    """Formats messages for the log file, with control characters as escapes such as \\x1b.
+
+    A terminal that shows the file later would otherwise obey them.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -74,10 +74,11 @@ def is_under_torchrun() -> bool:
 
 
 def read_launcher() -> None:
-    """Makes sure that RANK, WORLD_SIZE and similar environment variables are set in this process.
+    """Prepares the environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    If srun started several processes, sets them. With another launcher such as mpirun, checks them. Raises
-    ValueError if they are not set, or if several processes have the same rank.
+    Without a launcher and without WORLD_SIZE, the process is a run of its own, and nothing is set. If srun
+    started several processes, sets the variables. Raises ValueError if another launcher such as mpirun
+    started several processes without these variables, or if several processes have the same rank.
     """
     launchers = (entry for entry in _LAUNCHERS if os.environ.get(entry[1], "1") != "1")
     launcher, count_name, rank_name = next(launchers, ("", "", ""))

@@ -121,7 +121,8 @@ def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
 
     Raises ValueError if there are none.
 
-    match: Rows of the model's embeddings (`find_match`). If it is None, all test puzzles are selected.
+    match: For each puzzle identifier of the dataset, the row of the model's embedding table, or -1 if it has
+    none (result of `find_match`). If None, row i belongs to identifier i, and all test puzzles are selected.
     model: Name of the model for messages.
     """
     if match is None:

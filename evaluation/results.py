@@ -145,10 +145,10 @@ def write_measured(
 
 
 def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
-    """Logs a message if results in `folder` that were computed in another dtype will be replaced.
+    """Logs a message if `folder` has results that were computed in another dtype than the new ones.
 
-    forward_dtype: Dtype of the new evaluation, such as "float32".
-    stored: Dtype of the training. It is the dtype of earlier results that do not name theirs.
+    The new results will replace them. forward_dtype: Dtype of the new evaluation, such as "float32". stored:
+    Dtype of the training. Earlier results that do not name a dtype are taken as computed in it.
     """
     try:
         before = {str(values.get("forward_dtype", stored)) for values in read_results(folder).values()}

@@ -220,7 +220,11 @@ class Scores:
         return Scores(settings, rules=self._rules, is_search=self._is_search)
 
     def add_retry(self, retry: Scores) -> None:
-        """Adds the counts of `for_retry`. The puzzles without an answer are then those of the retry."""
+        """Adds the counts of the second run of the puzzles that had no answer.
+
+        "undecided" is not added but replaced: by the number of puzzles without an answer after the second
+        run. retry: Result of `for_retry`, filled by the second run.
+        """
         for steps, _, by, figure in list(self.sums):
             key, more = (steps, self.settings.samples[-1], by, figure), retry.settings.samples[-1]
             before = 0 if figure == "undecided" else self.sums[key]

@@ -205,10 +205,12 @@ class LDT(Search):
     # Boards.
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns new boards for the puzzles of `data`.
+        """Returns the state of slots (batch positions) that start on the puzzles of `data`: a board for each
+        puzzle.
 
-        The candidates of a cell are the values that its input token allows. In training, some boards get
-        hints: some open cells start with only one candidate (`models.lattice.with_hints`).
+        A board has the candidates of each cell: the values that its input token allows. In training, some
+        boards get hints: some open cells start with only one candidate (`models.lattice.with_hints`). rng:
+        Random numbers of the hints. If None, there are no hints.
         """
         entered = self.candidates[data.inputs.long()][..., self.values]  # uint8 [batch, cells, values]
         solution = (data.labels[..., None] == self.values).to(torch.uint8)

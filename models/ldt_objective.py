@@ -179,7 +179,12 @@ class BoardObjective:
     # Evaluation.
 
     def sums(self, output: StepOutput) -> Sums:
-        """Returns the metric sums of final answers in an evaluation."""
+        """Returns {metric: sum over the puzzles of the batch} for an evaluation. Puzzles without labels do
+        not count.
+
+        The metrics are "count" (puzzles), "exact_accuracy" (right answers), "wrong", "undecided" (no answer)
+        and "steps" (thinking steps).
+        """
         labels, prediction = output.carry.data.labels, output.prediction
         has_label = (labels != IGNORE_LABEL_ID).any(-1)
         _, is_exact = correct_sequences(prediction.logits, labels)

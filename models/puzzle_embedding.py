@@ -34,9 +34,12 @@ class PuzzleEmbedding(nn.Module):
         self._fetched: tuple[Tensor, Tensor] | None = None
 
     def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
-        """Makes later calls read `rows`, [n, ndim], in place of `weights`.
+        """Gives this rank the embeddings that its next batches need, if `weights` holds only a part of the
+        table.
 
-        identifiers: Puzzle identifiers of these rows, int64 [n], ascending.
+        Later calls of the module look up each puzzle identifier in `identifiers`, and return its row of
+        `rows`. They may get no other identifiers. rows: Embeddings, [n, width of an embedding]. identifiers:
+        Puzzle identifier of each row, int64 [n], ascending.
         """
         self._fetched = identifiers, rows
 

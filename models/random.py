@@ -69,7 +69,8 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) 
     """Returns the output of Philox4x32-10: four int64 tensors of random numbers below 2**32.
 
     counter: Four tensors of integers below 2**32. key: Two such tensors or integers. All of them broadcast.
-    Products may overflow into the sign bit.
+    Inside, products of up to 2**64 may make int64 values negative. This is harmless, because only their lower
+    and upper 32 bits are used.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -133,10 +134,11 @@ class SlotRng:
         return math.sqrt(2) * torch.erfinv(self._symmetric(shape, use))
 
     def truncated_normal(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns truncated normal numbers for the purpose `use`: float32 [batch, *shape].
+        """Returns random numbers from a truncated normal distribution: float32 [batch, *shape].
 
         A normal distribution is cut at 2 of its standard deviations, then scaled to standard deviation 1. So
-        the numbers are in [-2.28, 2.28].
+        the numbers are in [-2.28, 2.28]. use: Any text that names the purpose. Other texts give independent
+        numbers, the same text gives the same numbers again.
         """
         return math.sqrt(2) / STD_AFTER_CUT * torch.erfinv(_SHARE * self._symmetric(shape, use))
 

@@ -56,10 +56,11 @@ class AxialBlock(nn.Module):
         self.eps, self.dropout, self.number = arch.rms_norm_eps, arch.dropout, number
 
     def forward(self, h: Tensor, rotary: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Returns the new h, [batch, symbols, positions, hidden].
+        """Applies attention over the positions, attention over the symbols, then the MLP.
 
-        rotary: Table of rotary positions, or None. keys: Random key of each batch entry, int64 [batch]. If
-        None, there is no dropout.
+        Returns a tensor in the shape of `h`: [batch, symbols, positions, hidden]. rotary: Table of rotary
+        positions, or None. keys: An integer for each batch entry that determines its dropout, int64 [batch].
+        If None, there is no dropout.
         """
         along_cells, along_symbols = (
             None if keys is None else Dropout(keys, 2 * self.number + axis, self.dropout) for axis in (0, 1)

@@ -37,7 +37,9 @@ from models.random import SlotRng
 
 
 class TRM(TokenNetwork):
-    """The network of TRM. A slot keeps two states between thinking steps, z_H and z_L (y and z in the paper).
+    """The network of TRM. Each puzzle of the batch has two states, z_H and z_L (y and z in the paper).
+
+    The next thinking step continues from the states of the previous one.
 
     One thinking step:
 
@@ -55,8 +57,8 @@ class TRM(TokenNetwork):
     positions are those of the puzzle embedding (`arch.puzzle_emb_len`, by default 16), then the cells
     (seq_len).
 
-    Gradient: All calls in the last `gradient_cycles` H cycles have gradient, by default in the last one. If
-    gradient_cycles is 0, only the last call for z_L and the last call for z_H have gradient, as in HRM.
+    Gradient: All calls in the last `gradient_cycles` H cycles have gradient (by default 1: the last H cycle).
+    If gradient_cycles is 0, only the last call for z_L and the last call for z_H have gradient, as in HRM.
     `embed` and the heads always have gradient. The new state is detached, so no gradient flows into the
     previous thinking step.
     """

@@ -172,8 +172,9 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     """Loads a model, and chooses the puzzles that the web page offers for it.
 
-    A model in the folder weights/ gets newly generated puzzles, if its kind of puzzle has a generator. Other
-    models get puzzles of their test split. Raises ValueError if a page cannot run the model.
+    A model that comes with this repository (in weights/) gets newly generated puzzles, if its kind of puzzle
+    has a generator. All other models get puzzles of the test split of their dataset. Raises ValueError if a
+    page cannot run the model.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)

@@ -253,10 +253,10 @@ class CheckpointManager:
             raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
 
     def trained_on(self, step: int) -> Trained | None:
-        """Returns hashes of the examples that were trained on up to training step `step` (`Trained`).
+        """Returns hashes of all examples that this run has trained on up to training step `step`.
 
-        This includes the training of the checkpoint that the run started from. Call it after `resume`.
-        Returns None on ranks other than 0, and if the manager has no function `trained_on`.
+        Also contains the examples on which the checkpoint was trained that the run started from. Call it
+        after `resume`. Returns None on ranks other than 0, and if the constructor got None for `trained_on`.
         """
         return self._of_data(step).join(self._before) if is_main() and self._of_data is not None else None
 

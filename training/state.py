@@ -210,11 +210,11 @@ class TrainState:
     def broadcast_model_(self, full_weights: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with the weights of rank 0. All ranks call it, at step 0.
 
-        The averages (EMA) also start from these weights. With `local_steps`, the first merge computes how
-        much the ranks have changed them.
+        The averages (EMA) also start from these weights. With `local_steps`, the first merge adds up how the
+        ranks have changed these weights.
 
-        full_weights: On rank 0, {name: full weight} for each weight of which ranks hold only shards. On other
-            ranks, {}. If None on all ranks, the shards do not change.
+        full_weights: Weights that are divided among ranks. To overwrite them too, rank 0 passes {name: full
+        weight}, and the other ranks pass {}. If None on all ranks, they stay as they are.
         """
         assert self.step == 0
         if full_weights is not None:

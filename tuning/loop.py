@@ -158,12 +158,11 @@ def _conclude(study: Study, trial: Trial) -> None:
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
-    """Returns the start of the command that runs a training, up to "pretrain.py".
+    """Returns the words of a trial's command before "pretrain.py", such as ["/usr/bin/python3"].
 
-    It is the path of Python, or the value of the config key `launch`, such as ["torchrun",
-    "--nproc-per-node=2"]. Raises ValueError if the program is not installed.
-
-    slot: From 0 to parallel - 1. It replaces {slot} in `launch`, for example to select a GPU.
+    They come from the config key `launch`, if it is set: ["torchrun", "--nproc-per-node=2"]. In them, {slot}
+    is replaced by `slot`, for example to select a GPU. slot: Number of the trial among those that run at the
+    same time, from 0 to parallel - 1.
     """
     if config.launch is None:
         return [sys.executable]

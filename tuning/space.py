@@ -96,8 +96,8 @@ class Space:
     def check(self) -> PretrainConfig:
         """Checks that each value and both ends of each range are valid for a training.
 
-        Returns the config of one valid combination. Raises ValueError if a value is invalid in all
-        combinations that were tried.
+        For each of them, tries up to 16 combinations with values of the other keys, until one makes a valid
+        config. Returns the last valid config. Raises ValueError if no combination with some value is valid.
         """
         extremes = {}
         for key, distribution in self.parameters.items():

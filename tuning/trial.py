@@ -57,10 +57,10 @@ class Trial:
         self._logs: dict[Path, tuple[object, dict[int, float]]] = {}
 
     async def run(self, on_poll: Callable[[Trial], None]) -> None:
-        """Runs all trainings until they end, or until `is_stopped`.
+        """Runs the trainings one after the other, until all have ended or `is_stopped` is True.
 
-        If a training fails, but has saved a newer checkpoint, it is started again. Otherwise raises
-        ValueError with a one-line message.
+        If a training fails, but has saved a checkpoint of a later step than the one it started from, it is
+        started again. Otherwise raises ValueError with a message of one line.
 
         on_poll: Called five times a second.
         """

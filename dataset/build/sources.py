@@ -116,8 +116,9 @@ def _ending_of(name: str) -> str:
 def choose_puzzle_files(names: list[str]) -> list[str]:
     """Selects the puzzle files in a folder. Returns [training, test], or one file for both.
 
-    Example: ["train.csv", "test.csv.gz"]. Raises ValueError if only one of the two exists, if there are two
-    files for training or for testing, or if there is no single other file.
+    Example: ["train.csv", "test.csv.gz"]. If the folder has neither train.* nor test.*, its only table, or
+    its only puzzle file, is used for both. Raises ValueError if only one of train.* and test.* exists, if one
+    of them exists twice, or if there are several other files.
     """
     seen = [name for name in names if "/" not in name and not name.startswith(".")]
     endings = {name: Path(name.removesuffix(".gz")) for name in seen}

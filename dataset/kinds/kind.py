@@ -308,10 +308,10 @@ class RowEvaluator:
         ]
 
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns how many examples of a set pass each check.
+        """Returns which fraction of a set's examples passes each check.
 
-        The result is {"<check>_accuracy": fraction of the examples, "count": number of examples}. tasks:
-        Index of the task to count. If not passed, all tasks.
+        The result is {"<check>_accuracy": fraction, ..., "count": number of examples}. tasks: Index of one
+        task, such as an ARC task. Only its examples count. If not passed, those of all tasks.
         """
         of_set = {
             check: int(rows[tasks].sum())

@@ -34,9 +34,10 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 @functools.cache
 def all_colorings(num_nodes: int) -> np.ndarray:
-    """Returns all colorings of the nodes with up to 3 colors, as tokens: uint8 [n, nodes].
+    """Returns the ways to color nodes with up to 3 colors, as tokens: uint8 [n, nodes].
 
-    Colors are named in order of first use. Neighbors may have the same color.
+    Colorings that differ only by an exchange of colors occur once: the color that occurs first is the first
+    one. Edges do not matter, so neighbors may have the same color.
     """
     colorings = [[]]
     for _ in range(num_nodes):

@@ -374,12 +374,12 @@ def with_more_clues(
 
 
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
-    """Converts random bits to random transforms of Sudokus, uint8 [count, 1 + 3 n], for n digits.
+    """Makes random transforms of Sudokus from random integers. Returns uint8 [count, 1 + 3 n], for n digits.
 
     A transform exchanges rows, columns and digits so that the Sudoku stays valid. `sudoku_parts` describes
     its bytes.
 
-    bits: uint64 [count, bits_per_symmetry(box)].
+    bits: Random 64-bit integers, uint64 [count, bits_per_symmetry(box)]. box: (rows, columns) of a box.
     """
     rows, columns = box
     count, size = len(bits), rows * columns
