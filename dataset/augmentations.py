@@ -41,10 +41,10 @@ class Augmentation(NamedTuple):
         apply: (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None)
             -> tokens uint8 [n, seq_len].
         has_translations: Whether each example also has a translation: how far down and right its grid moves.
-        may_turn: Whether every rotated or mirrored puzzle is valid too. The model LDT then rotates and mirrors
-            puzzles at random.
-        may_permute: Whether every permutation of the symbols is valid too. The model LDT then permutes them at
-            random. It also takes this as a sign that the grid has the boxes of a Sudoku
+        may_turn: Whether every rotated or mirrored puzzle is valid too. The model LDT then rotates and
+            mirrors puzzles at random.
+        may_permute: Whether every permutation of the symbols is valid too. The model LDT then permutes them
+            at random. It also takes this as a sign that the grid has the boxes of a Sudoku
             (`models.ldt_symmetry.turned_cells`).
     """
 
