@@ -106,8 +106,9 @@ class Contender:
         self._finite.add(step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
 
     def _published_step(self) -> None:
-        columns = next(self._batches)._asdict().items()
-        self._trainer.step({name: column.to(self._device) for name, column in columns if name != "rows"})
+        batch = next(self._batches)._replace(rows=None)._asdict()  # the public code has no rows
+        columns = {name: column for name, column in batch.items() if column is not None}
+        self._trainer.step({name: column.to(self._device) for name, column in columns.items()})
 
     def begin(self) -> dict[str, float]:
         """Makes two training steps.

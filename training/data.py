@@ -92,7 +92,7 @@ class RunData:
         return read_info([folder], load_metadata(folder, "test"))
 
     def read_train_batches(
-        self, *, first_step: int, ranks: Ranks, device: torch.device, num_answers: int, seed: int
+        self, *, first_step: int, ranks: Ranks, device: torch.device, num_answers: int = 1, seed: int = 0
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
         """Returns a context manager that yields an iterator of (name of the training set, batch).
 
@@ -101,7 +101,7 @@ class RunData:
         first_step: Number of training steps already done. With 0, the first batch is that of step 1.
         ranks: Group of ranks that divides the global batch.
         device: If it is a CUDA device, the batches are in pinned memory. They are not on the device.
-        num_answers, seed: As in `PuzzleDataset`.
+        num_answers, seed: As in `PuzzleDataset`. By default, batches have only the labels.
         """
         options = {"rank": ranks.index, "world_size": ranks.size, "first_step": first_step}
         options |= {"num_answers": num_answers, "seed": seed}

@@ -150,7 +150,7 @@ def test_a_node_with_a_full_disk_and_other_code(machines, tmp_path, sudoku_folde
 
 @_NO_DELAY
 def test_the_benchmark_measures_what_lines_cost():
-    words = ("parallel", "exchange", "--quick", "--rounds", "1", "--line", "100mbit", "25")
+    words = ("exchange", "--quick", "--rounds", "1", "--line", "100mbit", "25")
     command = [sys.executable, "-m", f"benchmarks.{words[0]}", *words[1:]]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
