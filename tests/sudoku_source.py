@@ -11,7 +11,8 @@ import numpy as np
 
 from dataset.build import build_dataset
 from dataset.format import open_dataset
-from dataset.kinds.sudoku.rules import count_solutions, generate_puzzle
+from dataset.kinds.sudoku.generate import generate_puzzle
+from dataset.kinds.sudoku.rules import count_solutions
 from dataset.sets import PuzzleSet
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dataset.format import open_split, splits_with_several_solutions
+from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
     BOXES,
     TooHardError,
@@ -17,7 +18,6 @@ from dataset.kinds.sudoku.rules import (
     count_solutions,
     find_and_count,
     find_solutions,
-    generate_puzzle,
 )
 from dataset.sets import FIELDS
 from tests.ranks import REPOSITORY
@@ -48,7 +48,7 @@ def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
     def generate_twice(seed, *, index, **options):
         return generate_puzzle(seed, index=index // 2, **options)
 
-    monkeypatch.setattr("dataset.kinds.sudoku.rules.generate_puzzle", generate_twice)
+    monkeypatch.setattr("dataset.kinds.sudoku.generate.generate_puzzle", generate_twice)
     monkeypatch.setattr("dataset.build.splits._SECONDS_ALONE", 60.0)
     arguments = ["--generate", 8, "--num-test", 4, "--box", "2x3", "--min-difficulty", 2]
     sets = build(tmp_path / "data", *arguments)

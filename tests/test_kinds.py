@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dataset.kinds.kind import find_kind, read_symbols
-from dataset.kinds.sudoku.rules import BOXES, generate_puzzle
+from dataset.kinds.sudoku.generate import generate_puzzle
+from dataset.kinds.sudoku.rules import BOXES
 from dataset.kinds.sudoku.texts import SYMBOLS
 from tests.maze_source import to_tokens
 from tests.solvers import CLUES, PUZZLE

@@ -11,16 +11,15 @@ import pytest
 from dataset.augmentations import AUGMENTATIONS
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.sudoku import check_answers
+from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
     are_solved,
-    bits_per_symmetry,
     count_solutions,
-    draw_symmetries,
     find_and_count,
     find_solutions,
-    generate_puzzle,
     unit_cells,
 )
+from dataset.kinds.sudoku.symmetries import bits_per_symmetry, draw_symmetries
 from dataset.randomness import random_bits
 from evaluation.evaluators import build_evaluator
 from tests.answers import answers, metadata, metrics_of

@@ -8,7 +8,8 @@ import pytest
 from dataset import leaks, symmetry
 from dataset.augmentations import AUGMENTATIONS, dihedral
 from dataset.description import lay_out
-from dataset.kinds.sudoku import rules
+from dataset.kinds.sudoku.generate import NUM_MINIMAL_PUZZLES, generate_puzzle
+from dataset.kinds.sudoku.symmetries import bits_per_symmetry, draw_symmetries
 from dataset.leaks import find_leaked, main
 from dataset.symmetry import ImageSymmetry, SudokuSymmetry
 from tests import arc_source, pairs_source
@@ -20,16 +21,16 @@ _BOX_4 = (2, 2)
 
 
 def _draw_sudokus(count: int, *, box=_BOX_4, seed: int = 0) -> np.ndarray:
-    drawn = [rules.generate_puzzle(seed, stream=0, index=index, box=box)[0] for index in range(count)]
+    drawn = [generate_puzzle(seed, stream=0, index=index, box=box)[0] for index in range(count)]
     return np.array(drawn, np.uint8) + np.uint8(1)
 
 
 def _transform_sudokus(tokens: np.ndarray, *, box, seed: int = 0) -> np.ndarray:
     """Returns a random transform of each Sudoku by the rules of its builder."""
     bits = np.random.default_rng(seed).integers(
-        2**64, size=(len(tokens), rules.bits_per_symmetry(box)), dtype=np.uint64
+        2**64, size=(len(tokens), bits_per_symmetry(box)), dtype=np.uint64
     )
-    return AUGMENTATIONS["sudoku"].apply(tokens, rules.draw_symmetries(bits, box=box), None)
+    return AUGMENTATIONS["sudoku"].apply(tokens, draw_symmetries(bits, box=box), None)
 
 
 def _orbit_of_4x4(tokens: np.ndarray) -> set[bytes]:
@@ -61,7 +62,7 @@ def test_minimal_4x4_sudokus_have_36_classes(monkeypatch):
     numbers, firsts = np.unique(hashes, return_index=True)
     assert len(numbers) == 36
     orbits = [_orbit_of_4x4(puzzles[first]) for first in firsts]
-    assert sum(map(len, orbits)) == rules.NUM_MINIMAL_PUZZLES[_BOX_4]
+    assert sum(map(len, orbits)) == NUM_MINIMAL_PUZZLES[_BOX_4]
     for puzzle, number in zip(puzzles, np.searchsorted(numbers, hashes), strict=True):
         assert puzzle.tobytes() in orbits[number]
     for _ in range(2):  # with colors and without

@@ -13,12 +13,12 @@ import numpy as np
 
 from dataset.format import Metadata
 from dataset.kinds.kind import FAINT, Kind, Puzzle, RowEvaluator, Rules, Style
+from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
     Box,
     TooHardError,
     are_solved,
     count_solutions,
-    generate_puzzle,
     unit_cells,
 )
 from dataset.kinds.sudoku.texts import BOX_OF, EMPTY_CELLS, SYMBOLS, GridText, list_sizes, read_grids

@@ -21,7 +21,7 @@ import numpy as np
 
 from dataset.build import sources
 from dataset.build.splits import GENERATE, build_puzzles, check_count, draw_distinct
-from dataset.kinds.sudoku import rules
+from dataset.kinds.sudoku import generate, rules, symmetries
 from dataset.kinds.sudoku.texts import EMPTY_CELLS, SYMBOLS, in_symbols, is_grid_of, read_grids
 from dataset.randomness import BitStream, random_bits
 from runtime.command_line import integer, matching, number, refuse_options
@@ -113,11 +113,11 @@ def build(options: argparse.Namespace) -> None:
 def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarray, np.ndarray]:
     num_train, num_test, clues = options.generate, options.num_test, options.clues
     boxes = f"{box[0]}x{box[1]} boxes"
-    if clues is None and num_train + num_test > rules.NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
+    if clues is None and num_train + num_test > generate.NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
         raise ValueError(
             f"--generate {num_train} needs {num_train + num_test} different puzzles (with the test split), "
-            f"but {boxes} have only {rules.NUM_MINIMAL_PUZZLES[box]}. Lower --generate, or choose a larger "
-            "--box."
+            f"but {boxes} have only {generate.NUM_MINIMAL_PUZZLES[box]}. Lower --generate, or choose a "
+            "larger --box."
         )
     few = f"{boxes} with {clues[0]} to {clues[1]} clues" if clues else boxes
     least, lower = options.min_difficulty, "--generate"
@@ -161,12 +161,12 @@ def _draw(
     least: float | None,
 ) -> list[np.ndarray]:
     clue_range = None if clues is None else range(clues[0], clues[1] + 1)
-    puzzle = rules.generate_puzzle(seed, stream=GENERATE[split], index=index, box=box, clues=clue_range)
+    puzzle = generate.generate_puzzle(seed, stream=GENERATE[split], index=index, box=box, clues=clue_range)
     if puzzle is not None and least is not None:
         bits = BitStream(seed, stream=_HARDER[split])
         bits.seek(index)
         question, grid = puzzle
-        harder = rules.make_harder(question, grid, box=box, least=least, bits=bits)
+        harder = generate.make_harder(question, grid, box=box, least=least, bits=bits)
         puzzle = None if harder is None else (harder, grid)
     return [] if puzzle is None else [np.array(puzzle, np.uint8)]
 
@@ -182,7 +182,7 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
         bits = random_bits(seed, stream=_EASIER, index=index, count=1 + train.shape[2])
-        if (easier := rules.with_more_clues(*pair.tolist(), clues=numbers, bits=bits)) is not None:
+        if (easier := generate.with_more_clues(*pair.tolist(), clues=numbers, bits=bits)) is not None:
             inputs[index] = np.add(easier, 1)
     return inputs
 
@@ -198,12 +198,12 @@ def _draw_transforms(
     num_groups: Number of puzzles. num_examples: Number of examples of each puzzle, to check the total.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
-    width, first = rules.bits_per_symmetry(box), rules.no_symmetry(box)
+    width, first = symmetries.bits_per_symmetry(box), symmetries.no_symmetry(box)
     transforms = np.empty((num_groups, 1 + num_aug, len(first)), np.uint8)
     transforms[:, 0] = first
     for group in range(num_groups):
         bits = random_bits(seed, stream=_AUGMENT, index=group, count=num_aug * width)
-        transforms[group, 1:] = rules.draw_symmetries(bits.reshape(num_aug, width), box=box)
+        transforms[group, 1:] = symmetries.draw_symmetries(bits.reshape(num_aug, width), box=box)
     return transforms
 
 

@@ -1,0 +1,51 @@
+"""Random transforms of Sudokus that keep them valid: exchanges of rows, columns and digits."""
+
+import numpy as np
+
+from dataset.augmentations import sudoku_parts
+from dataset.kinds.sudoku.rules import Box
+from dataset.randomness import random_orders
+
+
+def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
+    """Makes random transforms of Sudokus from random integers. Returns uint8 [count, 1 + 3 n], for n digits.
+
+    A transform exchanges rows, columns and digits so that the Sudoku stays valid. `sudoku_parts` describes
+    its bytes.
+
+    bits: Random 64-bit integers, uint64 [count, bits_per_symmetry(box)]. box: (rows, columns) of a box.
+    """
+    rows, columns = box
+    count, size = len(bits), rows * columns
+    ends = np.cumsum([1, columns, rows, size, size])
+    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(bits, ends, axis=1)
+    transforms = np.zeros((count, 1 + 3 * size), np.uint8)
+    transposes, row_order, column_order, digits = sudoku_parts(transforms)
+    if rows == columns:
+        transposes[:] = coin >> np.uint64(63)
+    row_order[:] = _line_order(bands, in_bands.reshape(count, columns, rows))
+    column_order[:] = _line_order(stacks, in_stacks.reshape(count, rows, columns))
+    digits[:] = random_orders(relabel) + 1
+    return transforms
+
+
+def no_symmetry(box: Box) -> np.ndarray:
+    """Returns the transform that leaves a Sudoku unchanged: uint8 [1 + 3 n], for n digits."""
+    lines = range(box[0] * box[1])
+    return np.array([0, *lines, *lines, *(line + 1 for line in lines)], np.uint8)
+
+
+def bits_per_symmetry(box: Box) -> int:
+    rows, columns = box
+    return 1 + rows + columns + 3 * rows * columns
+
+
+def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
+    """Returns random orders of the n rows, int64 [count, n], that keep the rows of a box together.
+
+    Works for columns too. blocks: Random bits for the order of the boxes, [count, boxes]. in_blocks: Random
+    bits for the order inside each box, [count, boxes, rows].
+    """
+    count, num_blocks, num_lines = in_blocks.shape
+    order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
+    return order.reshape(count, num_blocks * num_lines)
