@@ -49,7 +49,7 @@ def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
         return generate_puzzle(seed, index=index // 2, **options)
 
     monkeypatch.setattr("dataset.kinds.sudoku.generate.generate_puzzle", generate_twice)
-    monkeypatch.setattr("dataset.build.splits._SECONDS_ALONE", 60.0)
+    monkeypatch.setattr("dataset.build.generation._SECONDS_ALONE", 60.0)
     arguments = ["--generate", 8, "--num-test", 4, "--box", "2x3", "--min-difficulty", 2]
     sets = build(tmp_path / "data", *arguments)
     printed = capsys.readouterr().out
@@ -79,9 +79,9 @@ def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, options):
     """By a script, which its processes do not run again."""
     arguments = ["--generate", "20", *options]
     build(tmp_path / "alone", *arguments)
-    lines = ["from dataset import build", "from dataset.build import splits", "print('once')"]
+    lines = ["from dataset import build", "from dataset.build import generation", "print('once')"]
     lines += [
-        "splits._SECONDS_ALONE = 0.0",
+        "generation._SECONDS_ALONE = 0.0",
         f"build.build_dataset('sudoku', [*{arguments}, '--output-dir', 'pool'])",
     ]
     (tmp_path / "script.py").write_text("\n".join(lines))

@@ -89,7 +89,7 @@ def test_the_command_on_a_card_gives_the_same_bytes(source, command):
 
 
 def test_a_builder_says_how_far_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("dataset.build.splits._FIRST_LINE_SECONDS", 0)
+    monkeypatch.setattr("dataset.build.generation._FIRST_LINE_SECONDS", 0)
     build_dataset("sudoku", ["--output-dir", str(tmp_path / "data"), "--generate", "3", "--box", "2x2"])
     first, *others = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"generated \d+ of \d+ test puzzles", first)

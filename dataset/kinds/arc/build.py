@@ -21,6 +21,7 @@ from dataset.build.splits import check_count
 from dataset.build.writing import write_dataset
 from dataset.format import BLANK, one_set_split
 from dataset.kinds.arc.generate import FAMILIES, LARGEST, NUM_DEMONSTRATIONS, NUM_TESTS, generate_tasks
+from dataset.kinds.arc.sources import read_tasks
 from dataset.kinds.arc.tasks import (
     SIZE,
     TEST_PUZZLES,
@@ -31,7 +32,6 @@ from dataset.kinds.arc.tasks import (
     drop_repeats,
     find_leaks,
     grid_bytes,
-    read_tasks,
     training_pairs,
 )
 from dataset.kinds.arc.variants import (

@@ -12,7 +12,8 @@ import numpy as np
 
 from dataset.build import sources
 from dataset.build.answers import write_with_answers
-from dataset.build.splits import GENERATE, draw_distinct
+from dataset.build.generation import draw_distinct
+from dataset.build.splits import GENERATE
 from dataset.kinds.coloring import RULES, SIZES, VOCAB_SIZE, find_answers, make_inputs
 from dataset.randomness import random_bits
 from runtime.command_line import integer

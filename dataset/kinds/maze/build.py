@@ -19,7 +19,8 @@ import numpy as np
 
 from dataset.augmentations import NUM_DIHEDRAL
 from dataset.build import sources
-from dataset.build.splits import GENERATE, build_puzzles, draw_distinct
+from dataset.build.generation import draw_distinct
+from dataset.build.splits import GENERATE, build_puzzles
 from dataset.kinds.maze import TOKEN_OF, rules, to_cells
 from runtime.command_line import integer, refuse_options, warn
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from dataset.build import sources
-from dataset.build.splits import GENERATE, build_puzzles, check_count, draw_distinct
+from dataset.build.generation import draw_distinct
+from dataset.build.splits import GENERATE, build_puzzles, check_count
 from dataset.kinds.sudoku import generate, rules, symmetries
 from dataset.kinds.sudoku.texts import EMPTY_CELLS, SYMBOLS, in_symbols, is_grid_of, read_grids
 from dataset.randomness import BitStream, random_bits
