@@ -176,8 +176,9 @@ def _compose(
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
             composed = compose(schema.YAML, translated)
             if set(_GROUPS) <= set(chosen_keys):
-                of_experiment = compose(
-                    schema.YAML, [override for override in translated if not override.startswith("arch=")]
+                of_experiment = compose(  # without arch.KEY=VALUE, because its model may not have KEY
+                    schema.YAML,
+                    [text for text in translated if not text.lstrip("+").startswith(("arch=", "arch."))],
                 )
                 if (usual := of_experiment.arch.name) != composed.arch.name:
                     load_plugins([str(path) for path in composed.get("plugins") or ()])

@@ -299,6 +299,8 @@ def test_an_experiment_with_another_arch(monkeypatch):
         assert left_out in told[0]
         stays = told[0].partition(" Values that stay: ")[2]
         assert ("arch.mlp_t=True" in stays) == (experiment == "demo")
+    config = _compose(monkeypatch, "experiment=queens_8x8", "arch=flow", "arch.x0_std=1")  # TRM has no x0_std
+    assert (config.arch.name, config.arch.x0_std) == ("flow", 1)
 
 
 def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch, tmp_path):
