@@ -31,8 +31,10 @@ class Study:
     A trial is one combination of hyper-parameters, with its evaluations. Raises ValueError if the file cannot
     be read, or contains another search of the same name.
 
-    path: The SQLite file. config: Config of the search. space: Searched keys and their values. run: Config of
-    a training with one of the possible values for each searched key.
+    path: The SQLite file.
+    config: Config of the search.
+    space: Searched keys and their values.
+    run: Config of a training with one of the possible values for each searched key.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
@@ -63,13 +65,14 @@ class Study:
         self._format_words = [f"{FORMAT_KEY}={self._forward_dtype}"] if is_open else []
 
     def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> str:
-        """Stores the settings of a new search, or compares them with those in its file.
+        """Stores the settings of a new search. Returns the dtype of all its trials.
 
-        Returns the number format, "bfloat16" or "float32", with which the search started. All its trials use
-        it. Raises ValueError if the settings differ.
+        If the file already contains this search, returns the dtype with which the search started. Raises
+        ValueError if its settings differ.
 
-        path: The file, for messages. run: Config of a training with one of the possible values for each
-        searched key. known: Attributes that the file has for this search.
+        path: The file, for messages.
+        run: Config of a training with one of the possible values for each searched key.
+        known: Attributes that the file has for this search.
         """
         now: dict[str, Any] = {
             "metric": self.selection.metric,
@@ -99,7 +102,7 @@ class Study:
         return forward_dtype
 
     def overrides(self, values: dict[str, str]) -> list[str]:
-        """Returns the arguments of pretrain.py for a trial, including the number format of the search.
+        """Returns the arguments of pretrain.py for a trial.
 
         values: {searched key: text}.
         """
@@ -120,7 +123,6 @@ class Study:
         return len(self.trials) - len(self.unfinished())
 
     def num_left(self) -> int:
-        """Returns how many trials have not started yet."""
         return max(self.num_trials - len(self.trials), 0)
 
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
@@ -148,7 +150,7 @@ class Study:
         return trial, self.parameters(self.trials[trial.number])
 
     def report(self, trial: Trial, values: list[float]) -> bool:
-        """Stores new evaluations of a trial. Returns whether the trial should be given up (pruned).
+        """Stores new evaluations of a trial. Returns whether the trial should be stopped early.
 
         values: Values of the metric at all evaluations of the trial so far, in order.
         """
@@ -159,7 +161,7 @@ class Study:
         return bool(new) and len(values) < self.num_evaluations and trial.should_prune()
 
     def best(self) -> FrozenTrial | None:
-        """Returns the complete trial with the best value. Returns None if no trial is complete.
+        """Returns the complete trial with the best value, or None if no trial is complete.
 
         If several trials have this value, it is the earliest one.
         """
@@ -175,9 +177,9 @@ class Study:
         return ", ".join(f"{self.count(state)} {name}" for name, state in states.items())
 
     def describe_best(self) -> str:
-        """Returns the comment at the start of best.yaml, for the best hyper-parameters.
+        """Returns a comment about the best trial: its number, its value and its command.
 
-        It has the number of the best trial, its value, and the command that trains with its hyper-parameters.
+        It becomes the start of the file best.yaml.
         """
         config, selection, best = self._config, self.selection, self.best()
         finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
@@ -201,8 +203,7 @@ class Study:
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
         """Returns the hyper-parameters of a trial as {searched key: text for a command line}.
 
-        Returns {} if a key has no value yet. Raises ValueError if a value is not in the search space. Another
-        program must have stored it.
+        Returns {} if a key has no value yet. Raises ValueError if a value is not in the search space.
         """
         try:
             return self.space.written(trial.params)
@@ -229,14 +230,14 @@ def _count_evaluations(run: PretrainConfig) -> int:
 
 
 def folder_of(config: SearchConfig) -> Path:
-    """Returns the folder in which a search runs its trials. The default is search/<study>."""
     return Path(config.folder) if config.folder else Path("search") / config.study
 
 
 def open_folder(config: SearchConfig) -> Path:
     """Creates the folder of a search if needed, locks it, and returns its path.
 
-    Other processes cannot lock it until this process ends. Raises ValueError if this fails.
+    The lock keeps other processes from using the folder until this process ends. Raises ValueError if it
+    fails.
     """
     folder = folder_of(config)
     try:
@@ -250,8 +251,7 @@ def open_folder(config: SearchConfig) -> Path:
 def storage_of(config: SearchConfig) -> Path:
     """Returns the path of the SQLite file of a search.
 
-    The default is study.db in the folder of the search. Raises ValueError if the config key `storage` is a
-    URL.
+    Raises ValueError if the config key `storage` is a URL.
     """
     if config.storage and "://" in config.storage:
         raise ValueError(f"config: storage={config.storage} is a URL. Set the path of a SQLite file.")
