@@ -91,7 +91,7 @@ def _seconds_of_help(tree: Path) -> float:
 def _seconds_of_run(
     run: Path, tree: Path, processes: int, options: argparse.Namespace
 ) -> tuple[float, float]:
-    """Trains the demo for --steps steps in new processes.
+    """Trains the demo for --steps steps in new processes, and measures the time.
 
     Returns (seconds until the first training step is in the log, median seconds of a step in the second half
     of the log). Exits the program if the training fails.
