@@ -193,13 +193,6 @@ def _measure_cluster(options: argparse.Namespace) -> None:
 
 
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
-    """Emulates `count` machines on this machine. Returns the Linux network namespace of each.
-
-    Exits the program if this is not possible here.
-
-    options: Options of the program. `line` contains the rate and the delay of the emulated network.
-    opened: Stack that ends the emulation when it is closed.
-    """
     from tests.system.machines import emulate, why_not
 
     rate, milliseconds = options.line

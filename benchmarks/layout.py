@@ -136,10 +136,6 @@ class _Ring:
         self._ring, self._own = Ring(mesh.pipeline, mesh.owners), torch.ones(1024, 1024, device=device)
 
     def run(self) -> float:
-        """Sends a tensor around all ranks 5 times. Each rank adds 1 each time.
-
-        Returns one element of the result. It should be 1 + 5 * number of ranks.
-        """
         tensor = self._own
         for is_forward in (True, True, True, False, False):
             tensor = circulate(self._ring, tensor, lambda _, received: received + 1, forward=is_forward)

@@ -147,12 +147,6 @@ class Contender:
         return max(rates)
 
     def _rate_of(self, m: int, k: int, n: int, *, min_run_time: float) -> float:
-        """Returns the operations per second of the product of matrices [m, k] and [k, n].
-
-        The fastest of several measurements counts.
-
-        min_run_time: Seconds that the measurements take at least.
-        """
         x, weight = (torch.randn(shape, device=self._device).to(self._dtype()) for shape in ((m, k), (n, k)))
         stmt = Timer(
             "torch.nn.functional.linear(x, weight)",
@@ -216,8 +210,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Format:
-    """Chooses the dtype for this machine as the config key `forward_dtype=auto` does."""
-
     def __init__(self, device: torch.device):
         self._device = device
 
@@ -243,11 +235,6 @@ def choose_rounds(seconds: float) -> int:
 
 
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
-    """Measures all implementations of the training step for one model and dtype.
-
-    Returns (rows of the table, values for the JSON line). If the option --rounds is not set, sets
-    `options.rounds`.
-    """
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
     names = [contender for contender in options.contenders if not contender.startswith(_WITHOUT[arch])]
     if not names:

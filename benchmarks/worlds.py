@@ -150,14 +150,6 @@ class World:
 
 
 def _serve(connection, environment, namespace, options, build, arguments) -> None:
-    """Creates an object in a child process, then calls the methods that the parent requests.
-
-    Ends when the parent sends None, or when the parent has ended.
-
-    connection: Pipe to the parent.
-    environment: Environment variables, such as RANK.
-    namespace: Linux network namespace to enter, or "".
-    """
     parent = os.getppid()
     # Only the parent prints, and `terminate` must end a rank inside a collective.
     for signal_number in stop_signals():
@@ -202,7 +194,7 @@ def timed(contender: Any, turn: str, warm_calls: int) -> float:
 def take_turns(
     turns: Mapping[str, tuple[World, str]], *, rounds: int, warmup_rounds: int = 1, warm_calls: int = 0
 ) -> dict[str, Measurement]:
-    """Measures several functions by turns: A B C, A B C, ... Returns {name: measurement}.
+    """Measures several functions in turns: A B C, A B C, ... Returns {name: measurement}.
 
     If the machine is slow for a while, all functions are affected equally. The time of the slowest process
     counts.
@@ -266,7 +258,6 @@ class Trainer:
         return train_step(self.state, batch, config=self.config, rates=rates, clock=self._clock)
 
     def update_weights(self) -> None:
-        """Updates all weights except puzzle embeddings with the current gradients."""
         self.state.step += 1
         self.state.weights.update_(self.config.lr, step=self.state.step)
 
@@ -286,11 +277,7 @@ class Trainer:
 
 
 def model_sizes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the key=value arguments of pretrain.py that set the size of the model.
-
-    With the option --quick, they make a tiny model. Otherwise there are none, for HRM with 27 M weights.
-    """
-    return TINY if options.quick else ()
+    return TINY if options.quick else ()  # (): HRM with 27 M weights
 
 
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:

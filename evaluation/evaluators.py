@@ -100,7 +100,6 @@ class Evaluators:
             evaluator.add(name_in_folder, numbered)
 
     def needs_all_samples(self, set_name: str) -> bool:
-        """Returns whether `add` needs `samples` for this test set."""
         return any(each.samples_vote for each in self._of_folder[self._data.origin(set_name).folder])
 
     def rules_of(self, set_name: str) -> Rules | None:
@@ -121,11 +120,6 @@ class Evaluators:
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
-        """Raises ValueError if `selects` contains "rules", but a test set has no known rules.
-
-        selects: Methods that select one of several answers to a puzzle, such as "vote". "rules" selects an
-        answer that obeys the rules of the puzzle.
-        """
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:
                 raise ValueError(

@@ -21,10 +21,6 @@ from distributed.process_group import is_main
 
 
 def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
-    """Calls `find_match` on rank 0, and returns its result on all ranks. All ranks call it.
-
-    If `find_match` raises an error, all ranks exit.
-    """
     match = None
     with collective_errors():
         if is_main():
@@ -33,10 +29,7 @@ def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
-    """Returns whether a dataset has puzzles for which `find_match` must find the learned embedding.
-
-    Returns False if the model has no puzzle embeddings, or if all puzzles of a folder share one embedding.
-    """
+    # With one identifier per folder, all puzzles of a folder share one embedding.
     return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
 
 

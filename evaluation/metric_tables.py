@@ -229,7 +229,6 @@ def written_value(metric: str, value: float) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite int or float. Bools do not count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -92,8 +92,8 @@ def evaluate_split(
         leaks: {test set: puzzles that the model was trained on}. If None, there are no metrics about them.
         all_reduce_stop: Function that all ranks call before every batch. If it returns True, the evaluation
             stops.
-        fetch_rows: Function for puzzle embeddings that are sharded over ranks. It loads the embeddings of
-            these identifiers, int64 [n]. All ranks call it before each set.
+        fetch_rows: Function that loads puzzle embeddings from other ranks, if they are sharded. It takes
+            puzzle identifiers, int64 [n]. All ranks call it before each set.
         ranks: Ranks that divide the puzzles among themselves. If None, all ranks.
         stages: Ranks that hold the stages of this rank's pipeline. Not supported together with `settings`.
 
@@ -224,10 +224,6 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Counts the right answers after one thinking step (call of the model).
-
-        acts_here: bool [batch]. True if early halting would end the puzzle after exactly this step.
-        """
         if not len(self._exact_after_step):
             return
         labels, steps = output.carry.data.labels, output.carry.steps
@@ -257,12 +253,7 @@ class _SetSums:
         return "  ".join(f"{written_name(name)} {metrics[name]:.3f}" for name in names)
 
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns metrics that depend on which test puzzles the model was trained on. All ranks call it.
-
-        "trained_on" is the number of test puzzles that the model was trained on. If "trained_on_rate" is 0,
-        it is a lower bound. "unseen/<metric>" are the accuracies of the other puzzles. "distinct_count" is
-        the number of different test puzzles.
-        """
+        """Returns metrics about test puzzles that the model was trained on. All ranks call it."""
         leak, count = self._leak, metrics.get("count", 0)
         unseen = {"count": count}
         if self._unseen is not None:

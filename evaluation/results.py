@@ -156,7 +156,6 @@ def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> No
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    """Warns if the datasets have changed since the model was trained on them."""
     if checkpoint.fingerprint is not None and not _is_trained_on(checkpoint, folders):
         names = ", ".join(map(str, folders))
         log.warning(

@@ -36,17 +36,16 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACL
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The numbers of thinking steps and of samples to evaluate, in all combinations.
+    """The numbers of steps and of samples to evaluate, in all combinations.
 
-    A thinking step is one call of the model. A sample is one run of a puzzle, with its own random noise.
+    A step is one call of the model. A sample is one run of a puzzle, with its own random noise.
 
-    steps     numbers of thinking steps, ascending
-    samples   numbers of samples of each puzzle, ascending
-    selects   rules that select one sample, such as "vote". The first rule selects the answer for other
-              metrics
-    retry_samples
-              number of samples for a puzzle that a search model (LDT) has not solved with the others, them
-              included. None: no more samples
+    steps          numbers of steps, ascending
+    samples        numbers of samples of each puzzle, ascending
+    selects        rules that select one sample, such as "vote". The first rule selects the answer for other
+                   metrics
+    retry_samples  total number of samples if a search model (LDT) finds no answer with the samples above.
+                   None: no more samples
     """
 
     steps: tuple[int, ...]
@@ -75,7 +74,6 @@ class Samples(NamedTuple):
     are_valid: np.ndarray | None
 
     def take(self, *index: slice | np.ndarray) -> Samples:
-        """Returns `Samples` with all arrays indexed by `index`, on the axes [puzzles, samples]."""
         return Samples(*(None if column is None else column[index] for column in self))
 
 
@@ -214,20 +212,14 @@ class Scores:
         return of_first
 
     def for_retry(self) -> Scores:
-        """Returns an empty object that counts the second run of puzzles without an answer."""
         more = self.settings.retry_samples - self.settings.samples[-1]
         settings = dataclasses.replace(self.settings, samples=(more,), retry_samples=None)
         return Scores(settings, rules=self._rules, is_search=self._is_search)
 
     def add_retry(self, retry: Scores) -> None:
-        """Adds the counts of the second run of puzzles without an answer.
-
-        Afterwards, "undecided" counts the puzzles that have no answer after both runs.
-
-        retry: Result of `for_retry`, after the second run.
-        """
         for steps, _, by, figure in list(self.sums):
             key, more = (steps, self.settings.samples[-1], by, figure), retry.settings.samples[-1]
+            # "undecided" then counts the puzzles without an answer in both runs.
             before = 0 if figure == "undecided" else self.sums[key]
             self.sums[key] = before + retry.sums[steps, more, by, figure]
 

@@ -69,12 +69,9 @@ def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
 
 
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
-    """Draws consecutive steps with the same answer as one grid. Returns the lines of text.
-
-    The title is "steps 3 to 5", for example. Cells that changed in the first of these steps are marked.
-    """
     first, last = steps[0], steps[-1]
     title = f"step {first.number}" if last is first else f"steps {first.number} to {last.number}"
+    # All steps have the same grid. They differ in confidence, and only the first one changed cells.
     marked = {"confidence": last.confidence, "changed": first.changed}
     drawing = _draw_grid(title, answer, first.tokens, **marked, color=color)
     if answer.is_search:

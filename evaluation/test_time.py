@@ -90,12 +90,10 @@ def reasoning_of_samples(
 
 
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:
-    """Returns whether an evaluation with these settings needs random numbers."""
     return network.is_random or reasoning.is_noisy
 
 
 def keeps_state(network: Network) -> bool:
-    """Returns whether the network passes a state from one call to the next."""
     return isinstance(network, Search) or bool(network.initial_state(1, seq_len=1))
 
 

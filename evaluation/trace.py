@@ -49,7 +49,7 @@ class Trace(NamedTuple):
 
 @torch.inference_mode()
 def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps: int | None = None) -> Trace:
-    """Runs a model on a batch, and returns its answers after each call.
+    """Calls a model several times on a batch, and returns all its answers.
 
     model: Model in evaluation mode.
     seed: Seed of the random noise.

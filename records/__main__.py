@@ -132,13 +132,6 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
-    """Runs a benchmark task with several seeds, and prints a line for each seed.
-
-    Returns the dict that the program prints as JSON. It contains statistics over the seeds, facts about the
-    machine, and the list "runs" with the results of each seed.
-
-    with_test_time: Whether to also evaluate the models with more model calls and more runs of each puzzle.
-    """
     rerun.check(seeds)
     data_seconds = rerun.build_data()
     runs = []
@@ -169,11 +162,6 @@ def _describe(rung: Rung, run: dict[str, Any]) -> str:
 
 
 def is_busy(run: dict[str, Any]) -> bool:
-    """Returns whether a run's time is unreliable, because other programs used too many cores.
-
-    run: Results of one seed. Its key "other_cores" is the mean number of cores that other programs used. If
-    it is None, returns False.
-    """
     return run["other_cores"] is not None and run["other_cores"] > BUSY_CORES
 
 

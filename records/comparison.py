@@ -270,12 +270,6 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def _mean(values: Iterable[float], *, interval: bool = False) -> str:
-    """Formats the mean and standard deviation of values: "0.500 +- 0.023", or "0.500".
-
-    The deviation is missing if there is only one value.
-
-    interval: Whether to append the 95 % interval of the mean, such as " [0.420, 0.580]".
-    """
     numbers = list(values)
     mean, deviation = mean_and_deviation(numbers)
     text = f"{mean:.3f}"

@@ -71,18 +71,10 @@ def find_format(
 
 
 def write_format(folder: Path, number_format: NumberFormat) -> None:
-    """Stores the dtype of a folder's trainings. Call it before the first training.
-
-    number_format: Dtype, such as "bfloat16".
-    """
     write_json(folder / _FILE, {"forward_dtype": number_format})
 
 
 def _stored_format(folder: Path) -> NumberFormat | None:
-    """Returns the dtype of the trainings in a folder, or None without trainings.
-
-    Raises ValueError if the stored dtype is unknown.
-    """
     path = folder / _FILE
     if path.exists():
         if (number_format := read_json(path).get("forward_dtype")) not in FORMATS:

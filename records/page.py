@@ -113,13 +113,6 @@ def _p(entry: dict[str, Any]) -> str:
 
 
 def _thinking_longer(rung: Rung, entry: dict[str, Any]) -> str:
-    """Returns the accuracy with more model calls and more runs of each puzzle.
-
-    Example: "0.991 (32 steps, 4 samples)". A step is one call of the model, a sample is one run of a puzzle.
-    Returns "" if the accuracy was not measured for every seed.
-
-    entry: Results of the benchmark task `rung`.
-    """
     settings = [run["test_time"][-1] for run in entry["runs"] if run.get("test_time")]
     if len(settings) < entry["seeds"]:
         return ""

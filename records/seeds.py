@@ -197,13 +197,6 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, template: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        """Evaluates the trained model of a seed, unless `folder` already contains the results.
-
-        Returns {metric: value} for each test set.
-
-        template: Arguments of evaluate.py. "{data}" and "{more_data}" in it stand for the dataset folders.
-        clock: Clock that measures the time.
-        """
         if not (folder / EVALUATION_FILE).exists():
             data = {name: self.folder / name for name in ("data", "more_data")}
             overrides = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
@@ -220,7 +213,6 @@ class Rerun:
         return self.folder / "data.clock.json"
 
     def run_folder(self, seed: int) -> Path:
-        """Returns the run folder of the last training with a seed."""
         return self.folder / f"seed_{seed}" / "run"
 
     @functools.cached_property
@@ -237,10 +229,6 @@ class Rerun:
             yield run, [*recipe, word] if config.arch.forward_dtype == "auto" else recipe
 
     def _recipes(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
-        """Yields (run folder, arguments of pretrain.py) for each training of a seed.
-
-        A benchmark task may have several trainings, one after the other.
-        """
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
         last = len(self.rung.trainings)

@@ -73,10 +73,6 @@ def draw_animation(answer: Answer) -> str:
 
 
 def _movement(num_steps: int) -> str:
-    """Returns CSS that fades in one frame after the other, in an endless loop.
-
-    num_steps: Number of frames, without the first frame, which shows the puzzle and is always visible.
-    """
     total_seconds, lines = _PUZZLE_SECONDS + _STEP_SECONDS * (num_steps - 1) + _LAST_SECONDS, []
     for step in range(num_steps):
         begin = _PUZZLE_SECONDS + _STEP_SECONDS * step

@@ -97,13 +97,6 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
 
 
 def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
-    """Returns the (x values, y values) of a metric of a run.
-
-    Returns None if the log lacks them.
-
-    metric: Name in the log, such as "train/lm_loss". "{set}" in the name stands for the first test set.
-    axis: Unit of x: "training steps", "examples", "petaflops" or "seconds".
-    """
     if "{set}" in metric and not run.eval_sets():
         return None
     steps, values = run.curve(metric.format(set=next(iter(run.eval_sets()), "")))

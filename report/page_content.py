@@ -143,17 +143,12 @@ def _moment(text: Any) -> str:
 
 
 def _results_table(run: RunRecord) -> dict[str, Any]:
-    """Returns the table of test results, with values as texts.
-
-    The keys are "sets" (names of the test sets), "counts" (their numbers of puzzles), and "rows" (one tuple
-    for each metric). Example of a row with one test set: ("exact_accuracy", "solved", [("0.913", "0.890 to
-    0.932")]).
-    """
     drawn = [
         metric
         for metric in metric_names(run.evaluation)
         if "@" not in metric and "_after_step_" not in metric and metric != "count"
     ]
+    # (metric, its name for readers, (value, confidence interval) for each test set)
     rows = [
         (metric, written_name(metric), [_cell(values, metric) for values in run.evaluation.values()])
         for metric in drawn
@@ -260,11 +255,6 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
 
 
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws the accuracy on test puzzles after each thinking step (call of the model).
-
-    The values come from the last evaluation, otherwise from `traced`, the answers of the model to some test
-    puzzles. Returns None if neither has them.
-    """
     lines, key = [], "exact_accuracy_after_step_"
     for index, (set_name, values) in enumerate(run.evaluation.items()):
         steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())
@@ -283,7 +273,7 @@ def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart 
             )
         )
     caption = "Fraction of test puzzles solved after each thinking step, with a 95 % interval."
-    if traced and not any(line.x for line in lines):
+    if traced and not any(line.x for line in lines):  # the last evaluation has no such accuracy
         shares, count = accuracy_after_steps(traced), int(traced.has_labels.sum())
         lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
         caption = f"Fraction of the {count:,} puzzles on this page that are solved after each thinking step."

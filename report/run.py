@@ -274,10 +274,6 @@ def _can_be_drawn(scaling: Any) -> bool:
 
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Returns the last evaluation in the log, {test set: {metric: value}}, with confidence intervals.
-
-    rows: Records of the log, sorted by training step.
-    """
     for row in reversed(rows):
         results = metrics_by_set({name: value for name, value in row.items() if is_number(value)})
         if results:

@@ -21,7 +21,6 @@ from tuning.study import Study
 
 
 def write_page(study: Study, path: Path) -> None:
-    """Writes the HTML page of a hyper-parameter search to `path`."""
     best = study.best()
     text = render(
         "study.html.jinja",
@@ -101,10 +100,7 @@ def _parameter_chart(
 
 
 def _importances(study: Study) -> dict[str, float]:
-    """Returns {hyper-parameter: fraction of the variance of the results that it explains}.
-
-    Returns {} if Optuna cannot compute it.
-    """
+    # Fraction of the variance of the results that each hyper-parameter explains.
     with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError, ImportError):
         warnings.simplefilter("ignore")  # warnings about few trials, or trials with equal values
         return optuna.importance.get_param_importances(study.optuna)

@@ -112,41 +112,22 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence[str | None]) -> None:
-    """Adds the key "data" to the configs if a dataset was rebuilt between the trainings.
-
-    The value is the start of the dataset's hash, such as "1a2b3c4d". The configs are changed in place.
-
-    configs: Config of each group of runs.
-    fingerprints: Hash of the dataset of each group. None if unknown.
-    """
     found: dict[str, set[str]] = {}
     names = [(fingerprint or "unknown")[:8] for fingerprint in fingerprints]
     for config, name in zip(configs, names, strict=True):
         found.setdefault(str(config.get("data_path")), set()).add(name)
     if any(len(group_names) > 1 for group_names in found.values()):
         for config, name in zip(configs, names, strict=True):
-            config["data"] = name
+            config["data"] = name  # start of the dataset's hash
 
 
 def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
-    """Returns the name of a group of trainings, such as "lr=0.001".
-
-    The name contains the config keys in which the group differs from others. If there are none or too many,
-    it contains the name of the first training: "my_run and 2 more".
-
-    members: Trainings of the group.
-    settings: {config key: value}, for keys that differ between groups.
-    """
     if settings and len(settings) <= _MOST_DIFFERENCES:
         return ", ".join(f"{key.removeprefix('arch.')}={value}" for key, value in settings.items() if value)
     return members[0].name + (f" and {len(members) - 1} more" if len(members) > 1 else "")
 
 
 def _tested(run: RunRecord, metric: str) -> list[float]:
-    """Returns the mean of a metric over test sets, for each logged evaluation.
-
-    metric: Name without split and test set, such as "exact_accuracy".
-    """
     curves = [run.curve(f"eval/{set_name}/{metric}")[1] for set_name in run.eval_sets()]
     return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
 
@@ -165,11 +146,6 @@ def _trained_on(run: RunRecord) -> dict[str, float]:
 
 
 def _unseen(run: RunRecord) -> float | None:
-    """Returns the last logged accuracy on test puzzles that the model was not trained on.
-
-    It is the mean over test sets. Returns None if the model was trained on no test puzzle, or if the accuracy
-    is unknown.
-    """
     trained_on = _trained_on(run)
     names = {set_name: "unseen/" if trained_on.get(set_name) else "" for set_name in run.eval_sets()}
     curves = [

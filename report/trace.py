@@ -83,7 +83,7 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Lets the model of a run solve test puzzles. Returns its answers after each call.
+    """Calls a run's model several times on test puzzles, and returns all its answers.
 
     Raises ValueError if the checkpoint or the data are missing, or do not fit each other.
 
@@ -114,7 +114,7 @@ def trace_puzzles(
     seed: int = 0,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> TracedPuzzles:
-    """Lets a model solve test puzzles. Returns its answers after each call.
+    """Calls a model several times on test puzzles, and returns all its answers.
 
     The puzzles are evenly spaced in the test sets, without augmented variants.
 
@@ -164,10 +164,9 @@ def trace_puzzles(
 
 
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
-    """Counts after which call the model would stop.
+    """Counts the puzzles for which the model would stop after 1, 2, ... calls.
 
-    Returns (counts for right answers, counts for wrong answers). Both are lists with one number for each
-    call. Puzzles without a label do not count.
+    Returns (counts for right answers, counts for wrong answers). Puzzles without a label do not count.
     """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]

@@ -169,15 +169,15 @@ def open_page(folder: Path, *, port: int = 8000) -> None:
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
-        """Does nothing, so that requests are not logged."""
+        pass  # requests are not logged
 
 
 def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     """Loads a model, and chooses the puzzles that the web page offers for it.
 
-    The puzzles of a model in weights/ are newly generated if its kind of puzzle has a generator. The puzzles
-    of other models come from the test split of their dataset. Raises ValueError if a page cannot run the
-    model.
+    A model that comes with this repository (in weights/) gets newly generated puzzles, if its kind of puzzle
+    has a generator. Other models get puzzles of the test split of their dataset. Raises ValueError if a page
+    cannot run the model.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)

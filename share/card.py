@@ -131,12 +131,6 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
 
 
 def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
-    """Returns one entry per accuracy and test set, for the Hub's list of results.
-
-    metrics: {test set: {metric: value}}.
-    data_name: Name of the dataset to show.
-    kind: Kind of puzzle, such as "sudoku", or None.
-    """
     from huggingface_hub import EvalResult
 
     return [

@@ -33,9 +33,9 @@ def run_trials(
     A trial is one combination of hyper-parameters. Returns True if a signal such as Ctrl-C stopped the
     search. Raises ValueError if the first three trials fail.
 
-    study: Stores the trials.
+    study: Object that stores the trials.
     config: Config of the search.
-    run: Config of a training with one of the possible values for each searched key.
+    run: Config of a training with one of the possible values of each hyper-parameter.
     on_end: Function that is called after each trial.
     """
     # Not threads: starting processes from them is unsafe.
@@ -100,15 +100,6 @@ async def _run_trials(
 def _begin(
     study: Study, config: SearchConfig, run: PretrainConfig, *, slot: int, number: int | None
 ) -> Trial | None:
-    """Prepares a trial (one combination of hyper-parameters) to be run.
-
-    Returns None if a complete trial has the same hyper-parameters. The value of that trial is then reported
-    to Optuna.
-
-    run: Config of a training with one of the possible values for each searched key.
-    slot: Number of the trial among those that run at the same time, from 0 to parallel - 1.
-    number: Number of an unfinished trial to continue. If None, the trial is new.
-    """
     drawn, values = study.begin(number)
     log.info(f"trial {drawn.number}: {format_values(values)}")
     if (earlier := study.find_complete(values)) is not None:

@@ -39,10 +39,10 @@ _MAX_TRIES = 16  # maximum number of combinations tried to find a valid one with
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The searched keys of a hyper-parameter search, and their possible values.
+    """The hyper-parameters of a search, and their possible values.
 
     Attributes:
-        parameters: {searched key: Optuna's distribution of its values}.
+        parameters: {key of the config: Optuna's distribution of its values}.
         fixed: The other arguments of pretrain.py, equal in every trial.
     """
 
@@ -50,9 +50,9 @@ class Space:
     fixed: tuple[str, ...]
 
     def draw(self, trial: Trial) -> None:
-        """Lets Optuna choose a value for each searched key of a trial.
+        """Lets Optuna choose a value for each hyper-parameter of a trial.
 
-        The trial stores the values. A key that already has a value keeps it.
+        The trial stores the values. A hyper-parameter that already has a value keeps it.
         """
         for key, distribution in self.parameters.items():
             if isinstance(distribution, CategoricalDistribution):
@@ -66,9 +66,10 @@ class Space:
                 )
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Returns all combinations of values, each as {key: value}.
+        """Returns all combinations of values, each as {hyper-parameter: value}.
 
-        Raises ValueError if a key has an interval of numbers without steps, or a logarithmic scale.
+        Raises ValueError if a hyper-parameter has an interval of numbers without steps, or a logarithmic
+        scale.
         """
         values = {key: _grid_values(key, distribution) for key, distribution in self.parameters.items()}
         return [
@@ -76,11 +77,11 @@ class Space:
         ]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
-        """Converts the values of a trial to texts for a command line: {searched key: text}.
+        """Converts the values of a trial to texts for a command line: {hyper-parameter: text}.
 
-        Returns {} if a searched key has no value. Raises ValueError if a value is not in the search space.
+        Returns {} if a hyper-parameter has no value. Raises ValueError if a value is not in the search space.
 
-        values: {searched key: value that Optuna chose}.
+        values: {hyper-parameter: value that Optuna chose}.
         """
         if self.parameters.keys() - values.keys():
             return {}
@@ -97,8 +98,8 @@ class Space:
     def check(self) -> PretrainConfig:
         """Checks that each value, or both ends of its range, is valid in a training.
 
-        Returns the config of a training with one of the possible values for each searched key. Raises
-        ValueError if a value is valid in none of up to 16 combinations with values of the other keys.
+        Returns the config of a training with one of the possible values of each hyper-parameter. Raises
+        ValueError if a value is valid in none of up to 16 combinations with values of the others.
         """
         extremes = {}
         for key, distribution in self.parameters.items():
@@ -153,9 +154,9 @@ def _written(key: str, distribution: BaseDistribution, value: Any) -> str:
 def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     """Reads the command line of search.py.
 
-    Returns (config of the search, search space, config of a training with one of the possible values for each
-    searched key). Returns None after --help and --cfg job, because they only print. Raises ValueError if the
-    config is wrong.
+    Returns (config of the search, search space, config of a training with one of the possible values of each
+    hyper-parameter). Returns None after --help and --cfg job, because they only print. Raises ValueError if
+    the config is wrong.
     """
     command_line = split_command_line(SearchConfig)
     if command_line is None:

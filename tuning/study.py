@@ -33,8 +33,8 @@ class Study:
 
     path: The SQLite file.
     config: Config of the search.
-    space: Searched keys and their values.
-    run: Config of a training with one of the possible values for each searched key.
+    space: Hyper-parameters and their possible values.
+    run: Config of a training with one of the possible values of each hyper-parameter.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
@@ -65,15 +65,6 @@ class Study:
         self._format_words = [f"{FORMAT_KEY}={self._forward_dtype}"] if is_open else []
 
     def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> str:
-        """Stores the settings of a new search. Returns the dtype of all its trials.
-
-        If the file already contains this search, returns the dtype with which the search started. Raises
-        ValueError if its settings differ.
-
-        path: The file, for messages.
-        run: Config of a training with one of the possible values for each searched key.
-        known: Attributes that the file has for this search.
-        """
         now: dict[str, Any] = {
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
@@ -94,7 +85,7 @@ class Study:
             changes = describe_changes(known[_CONFIG], run)
         if changes:
             raise ValueError(f"{where} is another search ({changes}). Choose another study and folder.")
-        if _CONFIG in known:
+        if _CONFIG in known:  # the dtype with which the search started
             return format_of(known[_CONFIG])
         forward_dtype = find_format(run).name
         self.optuna.set_user_attr(_SEARCH, now)
@@ -102,10 +93,6 @@ class Study:
         return forward_dtype
 
     def overrides(self, values: dict[str, str]) -> list[str]:
-        """Returns the arguments of pretrain.py for a trial.
-
-        values: {searched key: text}.
-        """
         return [*self.space.overrides(values), *self._format_words]
 
     @property
@@ -116,7 +103,6 @@ class Study:
         return sum(trial.state in states for trial in self.trials)
 
     def unfinished(self) -> list[int]:
-        """Returns the numbers of the trials that have started but not ended."""
         return [trial.number for trial in self.trials if not trial.state.is_finished()]
 
     def num_ended(self) -> int:
@@ -128,7 +114,7 @@ class Study:
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
         """Starts a new trial, or continues the unfinished trial `number`.
 
-        Returns (Optuna's trial, {searched key: text for a command line}).
+        Returns (Optuna's trial, {hyper-parameter: text for a command line}).
         """
         trial_number = len(self.trials) if number is None else number
         seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
@@ -194,16 +180,12 @@ class Study:
         )
 
     def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
-        """Returns a complete trial with the same hyper-parameters, or None.
-
-        values: {searched key: text}.
-        """
         return next((trial for trial in self._complete() if self.parameters(trial) == values), None)
 
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
-        """Returns the hyper-parameters of a trial as {searched key: text for a command line}.
+        """Returns the hyper-parameters of a trial as {name: text for a command line}.
 
-        Returns {} if a key has no value yet. Raises ValueError if a value is not in the search space.
+        Returns {} if one has no value yet. Raises ValueError if a value is not in the search space.
         """
         try:
             return self.space.written(trial.params)
@@ -249,10 +231,6 @@ def open_folder(config: SearchConfig) -> Path:
 
 
 def storage_of(config: SearchConfig) -> Path:
-    """Returns the path of the SQLite file of a search.
-
-    Raises ValueError if the config key `storage` is a URL.
-    """
     if config.storage and "://" in config.storage:
         raise ValueError(f"config: storage={config.storage} is a URL. Set the path of a SQLite file.")
     return Path(config.storage) if config.storage else folder_of(config) / "study.db"

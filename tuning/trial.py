@@ -35,7 +35,7 @@ class Trial:
     Args:
         drawn: Optuna's trial.
         commands: {run folder: command that starts or continues the training}.
-        selection: Metric that measures a training.
+        selection: Metric by which trainings are compared.
         max_steps: Step at which each training ends. If None, its last step.
         cores: CPU cores of the trainings. If None, all cores.
     """
@@ -81,13 +81,6 @@ class Trial:
                     raise ValueError(f"{why_it_failed(output, status)} ({log})")
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
-        """Runs a command, and returns its exit status.
-
-        Its output goes to a file in the run folder. If `is_stopped` is True, a signal asks the command to
-        save and end. It is killed if it does not end within 120 s.
-
-        on_poll: Function that is called five times a second.
-        """
         stop_signal, asked_at = _stop_signal(command), None
         folder.mkdir(parents=True, exist_ok=True)
         with open_to_append(folder / OUTPUT_FILE) as output:
@@ -103,7 +96,7 @@ class Trial:
                         os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
-            if asked_at is None:
+            if asked_at is None:  # an exception such as Ctrl-C
                 process.send_signal(stop_signal)
         return process.returncode
 
