@@ -69,9 +69,9 @@ class Evaluators:
                 raise failures[0]
 
     def fresh_copy(self, *, only_answered: bool = False) -> "Evaluators":
-        """Returns a copy without answers, for another evaluation of the same data.
+        """Returns an independent copy, for another evaluation of the same data.
 
-        Call it before the first `add`.
+        Call it before the first `add`, because it also copies the answers.
 
         only_answered: If True, the metrics of the copy include only the examples that `add` receives. If
         False, a test example that `add` never receives may count as wrong.

@@ -67,9 +67,9 @@ def interval_of(metric: str, share: float, count: int) -> dict[str, float]:
 def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
     """Returns mean and standard deviation of each metric over several evaluations, for each test set.
 
-    The format is {test set: {metric: mean, "<metric>_deviation": standard deviation}}. Leaves out a metric
-    that one of the evaluations lacks. If the value is a text, the result lists the different texts: "test,
-    validation".
+    The format is {test set: {metric: mean, "<metric>_deviation": standard deviation}}. Counts get no
+    deviation. Metrics that one of the evaluations lacks are left out. If the value is a text, the result
+    lists the different texts: "test, validation".
 
     runs: {test set: {metric: value}} of each evaluation.
     """
@@ -168,10 +168,10 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Converts the content of scaling.json to {test set: {metric: value}}.
 
-    Example of a metric: "exact_accuracy@steps=64,samples=8". This is the accuracy with 64 calls of the model
-    and 8 runs of each puzzle, if the first selection rule selects the run that answers. With another rule,
-    the name ends with ",select=vote", for example. With the prefix "any_", a puzzle counts as solved if any
-    run is right.
+    Example of a metric: "exact_accuracy@steps=64,samples=8". This is the accuracy with at most 64 calls of
+    the model and 8 runs of each puzzle, if the first selection rule selects the run that answers. With
+    another rule, the name ends with ",select=vote", for example. With the prefix "any_", a puzzle counts as
+    solved if any run is right.
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():

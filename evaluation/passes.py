@@ -40,13 +40,13 @@ class SetResult:
     Attributes:
         metrics: {name: value}, such as "exact_accuracy", "count" (number of labeled puzzles), and
             "sudoku/valid_accuracy" from an evaluator. "unseen/<metric>" leaves out puzzles that the model was
-            trained on. "act_exact_accuracy" and "act_steps" (mean number of thinking steps) are the values
-            that early halting would give. They exist only if early halting was off.
-        exact_accuracy_after_each_step: Fraction of solved puzzles after 1, 2, ... thinking steps (calls of
-            the model). Empty with early halting, with `scores`, or without labels.
+            trained on. "act_exact_accuracy" and "act_steps" (mean number of calls) are the values that early
+            halting would give. They exist only if early halting was off.
+        exact_accuracy_after_each_step: Fraction of solved puzzles after 1, 2, ... calls of the model. Empty
+            with early halting, with `scores`, or without labels.
         outputs: {name: array [examples, ...]}, in the order of the dataset.
-        scores: Counts for several numbers of thinking steps and of runs of each puzzle. Empty if
-            `evaluate_split` got no `settings`. Otherwise, the other fields belong to the largest numbers.
+        scores: Counts for several numbers of calls and of runs of each puzzle. Empty if `evaluate_split` got
+            no `settings`. Otherwise, the other fields belong to the largest numbers.
     """
 
     metrics: dict[str, float]

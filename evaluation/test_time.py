@@ -31,12 +31,11 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
-    """Returns (settings of one run of a puzzle, settings to compare) for evaluate.py.
+    """Reads from the config of evaluate.py how to run each puzzle.
 
-    The first object contains, for example, the noise, early halting, and the largest number of steps (calls
-    of the model). The second object contains the numbers of steps and of runs of each puzzle. It is None if
-    the config has only one of each and no other rule that selects a run. Raises ValueError if an option does
-    not fit the model.
+    Returns two objects. The first contains settings such as noise, early halting, and the largest number of
+    calls of the model. The second contains the numbers of calls and of runs to compare, or is None if there
+    is nothing to compare. Raises ValueError if an option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)

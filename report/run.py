@@ -123,7 +123,7 @@ class RunRecord:
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
-        """Returns the training time in seconds up to each logged training step: {step: seconds}.
+        """Returns the training time up to each logged training step: {step: seconds}.
 
         The time of evaluations and checkpoints is not included.
         """

@@ -62,7 +62,7 @@ class Exhibit:
     """A model on the web page.
 
     name   name of the model's folder in the page
-    facts  content of its page.json: size of the grid, puzzles to solve, and others
+    facts  facts that the page shows and needs: size of the grid, puzzles to solve, and others
     """
 
     name: str
