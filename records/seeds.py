@@ -316,7 +316,7 @@ class Clock:
         return self
 
     def tick(self) -> None:
-        """Measures the time since the start of the `with` block. Call it often in the block."""
+        """Updates the measured time. Call it often in the `with` block."""
         self.seconds = self._before + time.perf_counter() - self._began
         self._read = min(self._read, self._log_size())  # a run that continues first truncates its log
         if self._log_size() > self._read:
