@@ -80,14 +80,6 @@ def _quietly(kind: str, argv: list[str]) -> None:
 
 
 def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) -> list[float]:
-    """Returns the mean seconds to read a batch of training data, for each round.
-
-    One more round runs first and is not counted.
-
-    folder: Folder of the dataset.
-    device: Device to which the batches are copied.
-    num_batches: Number of batches in a round.
-    """
     data = open_dataset(folder, splits=("train",), read_everything=False)
     sets = data.splits["train"].sets
     num_groups = sum(len(puzzle_set.group_indices) - 1 for puzzle_set in sets.values())
@@ -99,7 +91,7 @@ def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) 
         for count, _ in enumerate(batches, 1):
             if count % num_batches == 0:
                 marks.append(time.perf_counter())
-                if len(marks) == 1 + rounds:
+                if len(marks) == 1 + rounds:  # the first mark ends a warm-up round
                     break
     return (np.diff(marks) / num_batches).tolist()
 

@@ -58,11 +58,11 @@ _LOCAL_STEPS = (8, 32)
 
 
 class _Exchange:
-    """Several models in training. Each sums its gradients over ranks with another method, or not.
+    """Several models in training, which sum gradients over ranks with different methods.
 
     The benchmark times the functions in the dict `turns`, {name of the method: function}.
 
-    ways: Names of the methods, keys of _EXCHANGES, such as "flat" or "ddp".
+    ways: Names of the methods, such as "flat" or "ddp".
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):
@@ -84,10 +84,7 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes a training step that merges the weights of all ranks.
-
-        With local_steps=N, every N-th step does this. All ranks call it.
-        """
+        """Makes a training step, and merges the weights of all ranks. All ranks call it."""
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0
@@ -165,9 +162,9 @@ def _measure_exchange(options: argparse.Namespace) -> None:
 
 
 def _measure_cluster(options: argparse.Namespace) -> None:
-    """Measures and prints the efficiency of a training on the machines of torchrun.
+    """Measures the efficiency of a training on the machines of torchrun. All ranks call it.
 
-    All ranks call it. If the efficiency is below the option --at-least, ends all ranks with an error.
+    If the efficiency is below the option --at-least, ends all ranks with an error.
     """
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}
@@ -196,13 +193,6 @@ def _measure_cluster(options: argparse.Namespace) -> None:
 
 
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
-    """Emulates `count` machines on this machine. Returns the Linux network namespace of each.
-
-    Exits the program if this is not possible here.
-
-    options: Options of the program. `line` contains the rate and the delay of the emulated network.
-    opened: Stack that ends the emulation when it is closed.
-    """
     from tests.system.machines import emulate, why_not
 
     rate, milliseconds = options.line

@@ -32,7 +32,6 @@ positive = integer(at_least=1)
 
 
 def fail(reason: object) -> NoReturn:
-    """Prints the reason in one line, and exits with status 1."""
     log.error(reason)
     sys.exit(1)
 
@@ -79,8 +78,8 @@ def benchmark_parser(
 def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses and checks the command line of a benchmark. Exits if it is invalid.
 
-    The returned options have an additional attribute `load` (`Load`). It measures how much CPU time other
-    programs use from now on.
+    The result has an additional attribute `load`. It measures how much CPU time other programs use from now
+    on.
     """
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -94,26 +93,26 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
 
 
 def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
-    """Returns measured times as a `torch.utils.benchmark.Measurement`.
+    """Converts measured times to a `torch.utils.benchmark.Measurement`.
 
     seconds: Time of each round.
-    repeats: Number of calls in a round. `Measurement` divides the times by it.
+    repeats: Number of calls in a round. The times are divided by it.
     """
     return Measurement(repeats, list(seconds), TaskSpec(stmt="", setup=""))
 
 
 def ratio(first: Measurement, second: Measurement) -> float:
-    """Compares two measurements. 2.0 means that `first` takes twice as long as `second`.
+    """Returns the median of `first` / `second` over the rounds.
 
-    The ratio is computed for each round. The median over rounds is returned.
+    2.0 means that `first` takes twice as long as `second`.
     """
     return float(np.median(np.divide(first.times, second.times)))
 
 
 def cells(found: Measurement, *, unit: float = 1e-3, digits: int = 1) -> list[str]:
-    """Formats a measurement as two table cells, such as ["12.3", "11.9 - 13.0"].
+    """Formats a measurement as two table cells: the median and the spread of its times.
 
-    They are the median, and the range from the 10th to the 90th percentile.
+    Example: ["12.3", "11.9 - 13.0"]. The spread is the range from the 10th to the 90th percentile.
 
     unit: Unit of the numbers, in seconds. 1e-3 means milliseconds.
     digits: Number of decimals.
@@ -144,8 +143,8 @@ class Load:
 def cpu_seconds() -> tuple[float, float] | None:
     """Returns used CPU time in seconds: (all programs on the machine, this program).
 
-    The first number counts from the start of the machine. The second includes ended child processes of this
-    program. Returns None if the system is not Linux.
+    The first number counts from the start of the machine. The second includes ended child processes. Returns
+    None if the system is not Linux.
     """
     try:
         with open("/proc/stat") as file:
@@ -166,7 +165,7 @@ def print_report(
     result: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> None:
-    """Prints the results of a benchmark: a table, facts about the machine, and one line of JSON.
+    """Prints a table with the results of a benchmark, facts about the machine, and JSON.
 
     Call it after all child processes have ended, because their CPU time is only known then.
 
@@ -208,10 +207,9 @@ def _rounded(value: Any) -> Any:
 
 
 def commit() -> str:
-    """Returns the short hash of the git commit, such as "1a2b3c4", or "unknown" outside a git checkout.
+    """Returns the short hash of the git commit, such as "1a2b3c4" or "1a2b3c4-dirty".
 
-    If code was changed since the commit, the text ends with "-dirty". Changes of Markdown pages and results
-    do not count.
+    "-dirty" means that code was changed since the commit. Returns "unknown" outside a git checkout.
     """
     git = ["git", "-C", str(REPOSITORY)]
     code = [".", *(f":(exclude){what}" for what in ("records/*/*", "docs", "*.md"))]
@@ -226,9 +224,9 @@ def commit() -> str:
 
 # -------------------------------------------------------------------------------------------------- programs
 def program(*arguments: object, processes: int = 1) -> list[str]:
-    """Returns the command line that starts a Python program of this repository.
+    """Returns the command that starts a Python program of this repository.
 
-    If there are several processes, torchrun starts them.
+    With several processes, torchrun starts them.
 
     arguments: Arguments of python, such as "pretrain.py", "experiment=demo".
     """
@@ -241,7 +239,7 @@ def program_environment(threads: int = 1) -> dict[str, str]:
 
 
 def run_program(*arguments: object, processes: int = 1, threads: int = 1) -> None:
-    """Runs a Python program of this repository. If it fails, exits with the last line of its output.
+    """Runs a Python program of this repository. If it fails, exits with its last line.
 
     arguments: Arguments of python, such as "pretrain.py", "experiment=demo".
     threads: Number of threads in each process.

@@ -55,11 +55,11 @@ _PURPOSES = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Sent]]:
-    """Context manager that counts the messages and bytes that this rank sends with torch.distributed.
+    """Counts the messages that this rank sends with torch.distributed in a `with` block.
 
-    Yields a dict that is filled while the `with` block runs. It contains {purpose: (number of messages,
-    number of bytes)}. A purpose is for example "sums of gradients". The model must compute in bfloat16,
-    because the dtype of a message shows its purpose.
+    Yields a dict {purpose: (number of messages, number of bytes)} that is filled while the block runs. A
+    purpose is for example "sums of gradients". The model must compute in bfloat16, because the dtype of a
+    message shows its purpose.
     """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
@@ -90,7 +90,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 def stored_bytes(state: TrainState) -> dict[str, int]:
     """Returns how many bytes this rank stores between training steps.
 
-    Example: {"weights": 4096, "moments": 8192}. `computed` returns the same keys.
+    Example: {"weights": 4096, "moments": 8192}.
     """
     weights = list(state.model.network.parameters())
     gradients = [view for flat in state.weights.flats for view in flat.views(flat.gradients).values()]
@@ -112,8 +112,7 @@ def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, floa
     """Computes from formulas how many bytes each rank should store and send.
 
     Returns ({part: stored bytes}, {purpose: (number of messages, bytes) in a training step}). A part is a
-    name such as "weights", a purpose a name such as "sums of gradients". The number of ranks is that of the
-    running process group. The class `Needs` (training/dry_run.py) contains the formulas.
+    name such as "weights", a purpose a name such as "sums of gradients".
     """
     counter = count_steps(config, metadata)
     needs = Needs(config, counter, layout_of(config, world_size()))
@@ -121,7 +120,7 @@ def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, floa
 
 
 def _covered(tensors: Iterable[Tensor]) -> int:
-    """Returns how many bytes of memory some contiguous tensors use. Memory that tensors share counts once."""
+    """Returns how many bytes some contiguous tensors use. Memory that they share counts once."""
     total, end = 0, 0
     for begin, length in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
         total += max(0, begin + length - max(begin, end))
@@ -130,17 +129,13 @@ def _covered(tensors: Iterable[Tensor]) -> int:
 
 
 class _Ring:
-    """A tensor that is sent through all ranks, in the order of a training step of a pipeline."""
+    """Sends a tensor around all ranks, as the stages of a pipeline do."""
 
     def __init__(self, device: torch.device):
         mesh = Mesh(sizes_of(world_size(), pipeline=world_size()))
         self._ring, self._own = Ring(mesh.pipeline, mesh.owners), torch.ones(1024, 1024, device=device)
 
     def run(self) -> float:
-        """Sends a tensor around all ranks 5 times. Each rank adds 1 each time.
-
-        Returns one element of the result. It should be 1 + 5 * number of ranks.
-        """
         tensor = self._own
         for is_forward in (True, True, True, False, False):
             tensor = circulate(self._ring, tensor, lambda _, received: received + 1, forward=is_forward)
@@ -153,7 +148,7 @@ class _Layout:
         self._trainer = Trainer(device, *overrides, puzzles=options.puzzles)
 
     def count(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Makes a training step. Returns (counted bytes, bytes by formulas) of this rank.
+        """Makes a training step. Returns (counted bytes, computed bytes) of this rank.
 
         Both are {"weights": bytes, "sums of gradients": bytes, ...}, with stored and sent bytes. All ranks
         call it.

@@ -28,7 +28,7 @@ _MEMORY: dict[str, tuple[str, ...]] = {
 
 
 class _Memory:
-    """A model after one training step, with many puzzle embeddings and a moving average of the weights.
+    """A model after a training step, with many puzzle embeddings and averaged weights.
 
     overrides: key=value arguments of pretrain.py, such as "puzzle_emb_sharding=rows".
     """
@@ -43,9 +43,9 @@ class _Memory:
         self._trainer, self._device = trainer, device
 
     def memory_bytes(self) -> dict[str, int]:
-        """Returns how many bytes this rank stores: {section of a checkpoint: bytes, "peak": bytes}.
+        """Returns how many bytes of tensors this rank stores, and its peak memory as "peak".
 
-        A section is a name such as "weights". "peak" is the peak memory of the process.
+        Example: {"weights": 4096, "optimizer": 8192, "peak": 1048576}.
         """
         parts = {
             part: sum(tensor.nbytes for tensor in tensors.values())

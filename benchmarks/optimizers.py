@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Updates:
-    """All compared implementations of the optimizer step and of the moving average of the weights.
+    """All compared implementations of the optimizer step and of averaging the weights.
 
     All start with equal weights and gradients. The benchmark times the functions in the dict `turns`, {name
     of the implementation: function}.
@@ -110,10 +110,6 @@ class _Updates:
         return self.num_weights
 
     def _loop(self, weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
-        """Returns a function that updates one parameter after the other with AdamATan2, in place.
-
-        It uses separate torch operations, as the package adam-atan2-pytorch without its CUDA kernel.
-        """
         config, steps = self._config, itertools.count(1)
         first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
 
@@ -134,7 +130,6 @@ class _Updates:
         return torch.optim.AdamW(weights, lr=self._config.lr, fused=True).step
 
     def _average_loop(self, parameters: list[Tensor]) -> Callable[[], None]:
-        """Returns a function that updates the moving average by creating a new tensor for each parameter."""
         averages = [parameter.detach().clone() for parameter in parameters]
 
         @torch.no_grad()

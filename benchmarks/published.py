@@ -48,10 +48,6 @@ def _rms_norm(x: Tensor, *, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions to queries or keys.
-
-    x: [batch, length, heads, head_dim]. cos, sin: float32 [length, head_dim].
-    """
     wide = x.to(cos.dtype)
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -92,11 +88,11 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The network of HRM or TRM, with the same operations as the code that the authors published.
+    """The network of HRM or TRM, with the operations of the authors' code.
 
     arch: Config of the architecture.
     batch_size: Number of puzzles in each batch.
-    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The published code uses plain
+    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The authors' code uses plain
     matrix products there.
     """
 
@@ -196,8 +192,8 @@ class Carry(NamedTuple):
 class _ModelWithLoss(nn.Module):
     """Runs the network once on a batch, and computes the loss.
 
-    If a puzzle has halted in the call before, the puzzle at the same position of `batch` replaces it. Returns
-    (new carry, loss, {metric: sum over the batch}). The carry is the state of the batch between calls.
+    If a puzzle ended in the call before, the puzzle at the same position of `batch` replaces it. Returns (new
+    state of the batch, loss, {metric: sum over the batch}).
     """
 
     def __init__(self, network: Network):
@@ -276,14 +272,14 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """Trains a model as the published code of HRM and TRM does, in one process.
+    """Trains HRM or TRM as the authors' code does, in one process.
 
     The benchmark measures its speed.
 
     config: Config of pretrain.py.
     weights: Initial weights, the state_dict of the same model in this repository.
-    compile_model: Whether to compile the complete model, as the published code does on CUDA.
-    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The published code uses plain
+    compile_model: Whether to compile the complete model, as the authors' code does on CUDA.
+    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The authors' code uses plain
     matrix products there.
     """
 
@@ -329,7 +325,6 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_weights_(self, lr: float) -> None:
-        """Updates the weights except puzzle embeddings with AdamATan2, one by one. Frees the gradients."""
         beta1, beta2 = self.config.beta1, self.config.beta2
         for parameter, first, second in self._moments:
             parameter.mul_(1 - lr * self.config.weight_decay)
@@ -341,7 +336,6 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_table_(self, lr: float) -> None:
-        """Updates the puzzle embeddings of the batch with sign-SGD. Frees their gradient."""
         embedding = self.network.puzzle_emb
         gradient = embedding.rows.grad
         identifiers, index = self.network.identifiers.unique(return_inverse=True)

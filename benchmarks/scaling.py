@@ -26,9 +26,9 @@ from benchmarks.worlds import Trainer, World, model_sizes, take_turns, world_par
 class _Step:
     """Models in training, one for each batch size.
 
-    The benchmark times the functions in the dict `turns`, {mode: training step}.
+    The benchmark times the functions in the dict `turns`, {"weak" or "strong": training step}.
 
-    puzzles: {mode, "weak" or "strong": batch size of each process}.
+    puzzles: {"weak" or "strong": batch size of each process}.
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, puzzles: Mapping[str, int]):

@@ -91,15 +91,6 @@ def _seconds_of_help(tree: Path) -> float:
 def _seconds_of_run(
     run: Path, tree: Path, processes: int, options: argparse.Namespace
 ) -> tuple[float, float]:
-    """Trains the demo for --steps steps in new processes.
-
-    Returns (seconds until the first training step is in the log, median seconds of a step in the second half
-    of the log). Exits the program if the training fails.
-
-    run: Run folder.
-    tree: Checkout of the repository to run.
-    options: Options of the program, such as the number of steps.
-    """
     arguments = (
         "pretrain.py",
         "experiment=demo",

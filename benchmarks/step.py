@@ -66,7 +66,7 @@ _PRODUCT_SECONDS = 0.5  # if a matrix product would take longer, it gets fewer r
 
 
 class Contender:
-    """One of the compared implementations of the training step. It runs in its own process.
+    """One of the compared implementations of the training step, in its own process.
 
     name: Name of the implementation, such as "exact_compiled" or "published".
     arch: Model, such as "hrm".
@@ -111,10 +111,10 @@ class Contender:
         self._trainer.step({name: column.to(self._device) for name, column in columns.items()})
 
     def begin(self) -> dict[str, float]:
-        """Makes two training steps.
+        """Makes two training steps, and returns their times and memory.
 
-        Returns {"step": seconds of the second step, "compile": additional seconds of the first step,
-        "memory": peak memory in bytes}.
+        The keys are "step" (seconds of the second step), "compile" (additional seconds of the first step),
+        and "memory" (peak memory in bytes).
         """
         seconds = []
         for _ in range(2):
@@ -125,14 +125,13 @@ class Contender:
         return {"compile": compiling, "memory": peak_memory_bytes(self._device), "step": seconds[1]}
 
     def count_operations(self) -> float:
-        """Returns the floating-point operations of all matrix products in a training step on a batch."""
+        """Returns the floating-point operations of all matrix products in a training step."""
         return self._options.batch * self._counter.flops(self._model.reasoning, trains=True)
 
     def product_rate(self) -> float:
         """Returns the speed of matrix products on this device, in operations per second.
 
-        Measures a product with the sizes of the model, and a product of square matrices. The faster one
-        counts. On slow devices, the matrices are smaller.
+        It is the faster one of a product with the sizes of the model, and a product of square matrices.
         """
         options = self._options
         square = {"cpu": 2048, "cuda": 8192}[self._device.type] // (8 if options.quick else 1)
@@ -148,12 +147,6 @@ class Contender:
         return max(rates)
 
     def _rate_of(self, m: int, k: int, n: int, *, min_run_time: float) -> float:
-        """Measures the product of matrices [m, k] and [k, n] several times.
-
-        Returns the operations per second of the fastest time.
-
-        min_run_time: Seconds that the measurement takes at least.
-        """
         x, weight = (torch.randn(shape, device=self._device).to(self._dtype()) for shape in ((m, k), (n, k)))
         stmt = Timer(
             "torch.nn.functional.linear(x, weight)",
@@ -217,11 +210,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Format:
-    """Chooses the dtype for this machine as `forward_dtype=auto` does.
-
-    A child process creates this object.
-    """
-
     def __init__(self, device: torch.device):
         self._device = device
 
@@ -230,11 +218,7 @@ class _Format:
 
 
 def _format_of_machine(options: argparse.Namespace) -> str:
-    """Returns the dtype that `forward_dtype=auto` chooses on this machine, such as "bfloat16".
-
-    A child process chooses it, because choosing may initialize CUDA. This process forks later, so it must not
-    initialize CUDA.
-    """
+    # Choosing may initialize CUDA. This process must not, because it forks later.
     with World(options, _Format) as world:
         return world.call("choose")[0]
 
@@ -251,11 +235,6 @@ def choose_rounds(seconds: float) -> int:
 
 
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
-    """Measures all implementations of the training step for one model and dtype.
-
-    Returns (rows of the table, values for the JSON line). If the option --rounds is not set, sets
-    `options.rounds` for this model and later ones.
-    """
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
     names = [contender for contender in options.contenders if not contender.startswith(_WITHOUT[arch])]
     if not names:

@@ -60,9 +60,7 @@ def world_parser(name: str, *, description: str, compares_numbers: bool = False)
 
 
 class World:
-    """A group of child processes. Each process holds one object, and `call` calls a method of all objects.
-
-    Benchmarks measure such objects, for example models in training.
+    """A group of child processes, each of which holds an object, such as a model.
 
     options: Options of the benchmark, such as the device.
     build: Function that creates the object in a child process: `build(device, *arguments)`.
@@ -109,7 +107,7 @@ class World:
         self.receive()  # wait until all contenders are built
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of the object in every process. Returns the results, one for each process."""
+        """Calls a method of the object in every process. Returns one result for each process."""
         self.send(method, *arguments)
         return self.receive()
 
@@ -118,7 +116,7 @@ class World:
             connection.send((method, arguments))
 
     def receive(self, *, timeout: float | None = None) -> list[Any]:
-        """Waits for the results of a method that `send` has called. Returns one result for each process.
+        """Waits for the results of a call that `send` has started, one for each process.
 
         If a process has ended or does not answer, exits the program.
 
@@ -152,14 +150,6 @@ class World:
 
 
 def _serve(connection, environment, namespace, options, build, arguments) -> None:
-    """Runs in a child process: creates an object, then calls methods that the parent requests.
-
-    Ends when the parent sends None, or when the parent has ended.
-
-    connection: Pipe to the parent. environment: Environment variables, such as RANK.
-    namespace: Linux network namespace to enter, or "". options: Options of the benchmark.
-    build, arguments: `build(device, *arguments)` creates the object.
-    """
     parent = os.getppid()
     # Only the parent prints, and `terminate` must end a rank inside a collective.
     for signal_number in stop_signals():
@@ -187,7 +177,7 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
 
 
 def timed(contender: Any, turn: str, warm_calls: int) -> float:
-    """Calls one of the object's functions, and returns how many seconds it takes. All ranks call it.
+    """Calls one of the object's functions, and returns the seconds it takes. All ranks call it.
 
     contender: Object with a dict `turns` of functions.
     turn: Key of the function in `turns`.
@@ -204,10 +194,10 @@ def timed(contender: Any, turn: str, warm_calls: int) -> float:
 def take_turns(
     turns: Mapping[str, tuple[World, str]], *, rounds: int, warmup_rounds: int = 1, warm_calls: int = 0
 ) -> dict[str, Measurement]:
-    """Measures several functions by turns: A B C, A B C, ... Returns {name: measurement}.
+    """Measures several functions in turns: A B C, A B C, ... Returns {name: measurement}.
 
-    If the machine is slow for a while, all functions are affected equally. The time of a call is the time of
-    the slowest process.
+    If the machine is slow for a while, all functions are affected equally. The time of the slowest process
+    counts.
 
     turns: {name: (group of child processes, key of the function)}. The objects of the processes have a dict
     `turns` with this key.
@@ -268,7 +258,6 @@ class Trainer:
         return train_step(self.state, batch, config=self.config, rates=rates, clock=self._clock)
 
     def update_weights(self) -> None:
-        """Updates all weights of the model except puzzle embeddings with the current gradients."""
         self.state.step += 1
         self.state.weights.update_(self.config.lr, step=self.state.step)
 
@@ -276,9 +265,9 @@ class Trainer:
         self.state.average.update(range(self.state.step, self.state.step + 1))
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the tensors of this rank that a checkpoint would contain: {section: {name: tensor}}.
+        """Returns the tensors of this rank that a checkpoint would contain.
 
-        A section is a part of a checkpoint, such as "weights".
+        They are grouped by purpose, such as {"weights": {name: tensor}, "optimizer": {name: tensor}}.
         """
         parts = self.state.sections()
         return {
@@ -288,11 +277,7 @@ class Trainer:
 
 
 def model_sizes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the config overrides (key=value) that set the size of the model.
-
-    With the option --quick, they make a tiny model. Otherwise there are none: HRM with 27 M weights.
-    """
-    return TINY if options.quick else ()
+    return TINY if options.quick else ()  # (): HRM with 27 M weights
 
 
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
@@ -306,7 +291,12 @@ def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
 
 
 def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
-    """Returns a batch of `size` random puzzles on the CPU, in pinned memory if CUDA is available."""
+    """Returns a batch of random puzzles on the CPU.
+
+    The batch is in pinned memory if CUDA is available.
+
+    size: Number of puzzles.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int, *shape: int) -> torch.Tensor:
@@ -318,14 +308,13 @@ def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
 
 
 def spread_slots_(carry: Any, *, halt_max_steps: int) -> None:
-    """Changes the state of a batch as if its puzzles had started at different times, in place.
+    """Spreads the numbers of steps that the puzzles of a batch have made, in place.
 
-    The numbers of completed thinking steps (calls of the model) are then evenly spread from 0 to
-    halt_max_steps - 1, and no puzzle has halted. As in a real training, about equally many puzzles end in
-    each step.
+    A step is one call of the model. The numbers become evenly spaced from 0 to halt_max_steps - 1. As in a
+    real training, about equally many puzzles then end in each call.
 
     carry: State of the batch.
-    halt_max_steps: Maximum number of thinking steps of a puzzle.
+    halt_max_steps: Maximum number of steps of a puzzle.
     """
     slots = torch.arange(carry.steps.shape[-1], dtype=torch.int32)
     carry.halted.fill_(False)

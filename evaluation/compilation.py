@@ -16,14 +16,14 @@ _COMPILING = (
 
 
 def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Returns whether to use torch.compile for the model's blocks, the same on all ranks. All ranks call it.
+    """Returns whether to compile the model with torch.compile, the same on all ranks. All ranks call it.
 
-    First, one rank of each node tests the compiler. If the compiler fails, "auto" means False, with a
-    warning. With choice=True, all ranks then exit with an error.
+    One rank of each node first tests the compiler. If the compiler fails and `choice` is "auto", returns
+    False and logs a warning. If it fails and `choice` is True, all ranks exit with an error.
 
-    choice: True, False, or "auto". "auto" compiles only if that saves time.
-    num_steps: Planned number of calls of the model. Compiling takes minutes, so it needs many calls to save
-    time.
+    choice: True, False, or "auto". With "auto", the model is compiled if this saves time in `num_steps`
+    calls.
+    num_steps: Number of times that the model will be called.
     """
     with collective_errors():
         compiles = should_compile(choice, device, num_steps=num_steps)
@@ -49,10 +49,10 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
 
 @contextlib.contextmanager
 def compiler_cache_errors() -> Iterator[None]:
-    """Context manager for the error that torch.compile raises if a file in its cache is damaged.
+    """Exits the process if a damaged file in the cache of torch.compile causes an error.
 
-    Instead of the traceback, the console shows one line with the damaged file. The process exits with status
-    1. The traceback goes to the log file of this rank. Other errors are raised as usual.
+    The console shows one line that names the file. The traceback goes to the log file of this rank. Other
+    errors pass through.
     """
     try:
         yield

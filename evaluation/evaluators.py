@@ -18,10 +18,10 @@ from distributed.process_group import is_main
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
-    """Builds the evaluator of a kind of puzzle, such as "sudoku", for the test split of a dataset folder.
+    """Builds the evaluator of a kind of puzzle, such as "sudoku", for a dataset folder.
 
-    An evaluator computes extra metrics from the answers. Raises ValueError if the kind does not exist, or if
-    the dataset contains another kind of puzzle.
+    An evaluator computes extra metrics from the answers of a model to the test split. Raises ValueError if
+    the kind does not exist, or if the folder contains another kind of puzzle.
 
     metadata: Metadata of the test split in `folder`.
     """
@@ -36,12 +36,12 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 
 
 class Evaluators:
-    """Computes extra metrics for a kind of puzzle, for example whether a Sudoku answer obeys the rules.
+    """Computes extra metrics, such as the fraction of Sudoku answers that obey the rules.
 
     Every rank creates an object, calls `add` for the answers that it computed, and calls `gather_metrics`.
 
-    names: Kinds of puzzles to evaluate, such as ["sudoku"]. If None, the kinds of those datasets that have
-    puzzles with several solutions. There, a valid answer may differ from the label.
+    names: Kinds of puzzles, such as ["sudoku"]. If None, the kinds of all folders of `data` with puzzles that
+    have several right answers.
     data: Dataset to evaluate. It may consist of several folders with different kinds of puzzles.
 
     Raises ValueError if no folder contains puzzles of a given kind. Other ranks may not raise it, so create
@@ -71,10 +71,10 @@ class Evaluators:
     def fresh_copy(self, *, only_answered: bool = False) -> "Evaluators":
         """Returns an independent copy, for another evaluation of the same data.
 
-        Call it before the first `add`, because answers would be copied, too.
+        Call it before the first `add`, because it also copies the answers.
 
-        only_answered: If True, metrics include only the examples that `add` receives. If False, an evaluator
-        may count test examples without an answer as wrong.
+        only_answered: If True, the metrics of the copy include only the examples that `add` receives. If
+        False, a test example that `add` never receives may count as wrong.
         """
         copied = copy.copy(self)
         copied._of_folder = copy.deepcopy(self._of_folder)
@@ -86,12 +86,12 @@ class Evaluators:
         return any(self._of_folder.values())
 
     def add(self, set_name: str, answers: Answers, *, samples: Answers | None = None) -> None:
-        """Adds the answers that this rank computed for one batch. Does not communicate.
+        """Adds the answers that this rank computed for one batch.
 
         set_name: Name of the test set.
         answers: One answer for each puzzle.
-        samples: All answers, if the model answered each puzzle several times. Evaluators that count votes use
-        them instead of `answers`.
+        samples: All answers, if the model answered each puzzle several times. They replace `answers` in
+        metrics that let the answers to a puzzle vote.
         """
         folder, name_in_folder, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
@@ -100,11 +100,10 @@ class Evaluators:
             evaluator.add(name_in_folder, numbered)
 
     def needs_all_samples(self, set_name: str) -> bool:
-        """Returns whether an evaluator of the test set gets the answers of all samples of a puzzle."""
         return any(each.samples_vote for each in self._of_folder[self._data.origin(set_name).folder])
 
     def rules_of(self, set_name: str) -> Rules | None:
-        """Returns a function that checks answers by the rules of the puzzle, such as those of Sudoku.
+        """Returns a function that checks answers by the rules of the puzzle, such as Sudoku.
 
         The function takes `inputs` and `preds`, both tokens [n, seq_len]. It returns whether the answers are
         valid, bool [n]. Returns None if the puzzles of the test set have no such function.
@@ -121,11 +120,6 @@ class Evaluators:
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
-        """Raises ValueError if `selects` contains "rules", but a test set has no rules to check answers by.
-
-        selects: Names of methods that select one of several answers to a puzzle, such as "vote". "rules"
-        selects an answer that obeys the rules of the puzzle.
-        """
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:
                 raise ValueError(
@@ -139,7 +133,7 @@ class Evaluators:
         Returns {test set: {metric: value}} on rank 0, for example {"all": {"sudoku/valid_accuracy": 0.9}}.
         Returns {} on other ranks. If one rank raises an error, all ranks exit.
 
-        ranks: Group of ranks that evaluated different puzzles. If None, all ranks.
+        ranks: Ranks that take part. If None, all ranks.
         """
         metrics: dict[str, dict[str, float]] = {}
         for folder, evaluators in self._of_folder.items():
@@ -153,7 +147,7 @@ class Evaluators:
         return metrics
 
     def write(self, folder: Path) -> None:
-        """Writes the files of the evaluators into a folder, such as the submission file for ARC.
+        """Writes the files of the evaluators into a folder, such as the ARC submission.
 
         Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, each of them
         gets a subfolder with its name.

@@ -30,10 +30,7 @@ def wilson_interval(success_rate: float, count: int, *, z: float = 1.959964) -> 
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    """Returns (mean, sample standard deviation). The deviation has the divisor n - 1.
-
-    If there is only one value, the deviation is None.
-    """
+    """Returns (mean, sample standard deviation). With a single value, the deviation is None."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
@@ -71,7 +68,7 @@ def difference_p(values: Sequence[float], others: Sequence[float]) -> float | No
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Returns the ends (low, high) of the confidence interval of the mean of `values`, by Student's t.
+    """Returns the confidence interval (low, high) of the mean of `values`, by Student's t distribution.
 
     Returns None for a single value.
     """

@@ -21,10 +21,6 @@ from distributed.process_group import is_main
 
 
 def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
-    """Finds the rows of the model's embeddings of the puzzles of a dataset. All ranks call it.
-
-    Rank 0 calls `find_match`, and all ranks return its result. If it raises an error, all ranks exit.
-    """
     match = None
     with collective_errors():
         if is_main():
@@ -33,23 +29,21 @@ def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
-    """Returns whether puzzles of a dataset have to be matched with the model's puzzle embeddings.
-
-    Returns False if the model has no puzzle embeddings, or if all puzzles of a folder share one embedding.
-    """
+    # With one identifier per folder, all puzzles of a folder share one embedding.
     return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
 
 
 def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
-    """Finds which row of the model's puzzle embedding table belongs to each puzzle identifier of a dataset.
+    """Finds the model's embedding for each puzzle of a dataset.
 
-    A puzzle identifier is the number of a puzzle in its dataset. Another dataset may number the same puzzles
-    differently. So puzzles are compared by their names and contents. `Match.rows` has the row of each
-    identifier, or -1.
+    A model may have learned one embedding vector for each puzzle of its training data. The dataset may give
+    the same puzzles other numbers ("puzzle identifiers"). So puzzles are compared by their names and
+    contents. `Match.rows` contains, for each puzzle identifier, the row of the model's embedding table, or
+    -1.
 
-    Returns None if no search is needed, because row i belongs to identifier i. Examples: the dataset of the
-    training, or a model without puzzle embeddings. Also returns None, usually with a warning, if the names of
-    the puzzles are unknown. Raises ValueError if a file is damaged.
+    Returns None if puzzle identifiers and rows are equal, for example in the dataset of the training. Also
+    returns None if the names of the puzzles are unknown, usually with a warning. Raises ValueError if a file
+    is damaged.
     """
     if not has_rows_to_match(checkpoint.arch, data):
         return None
@@ -73,14 +67,13 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def check_same_rows(trained: Dataset, data: Dataset) -> None:
-    """Checks that `test_data_path` numbers its puzzles like the training data.
+    """Raises ValueError if a test puzzle has the number of another training puzzle.
 
-    The number of a puzzle (puzzle identifier) selects its embedding. Raises ValueError if a test puzzle has
-    the number of another puzzle in the training data. Does nothing if the names of the puzzles in one of the
-    datasets are unknown.
+    The number of a puzzle (puzzle identifier) selects its embedding, so the model would use a wrong one. Does
+    nothing if one of the datasets does not store the names of its puzzles.
 
     trained: Training data.
-    data: Dataset of `test_data_path`.
+    data: Dataset of the config key `test_data_path`.
     """
     known, current = identities_of(trained), identities_of(data)
     if known is None or current is None or known.equals(current) or (match := known.match(current)) is None:
@@ -106,9 +99,9 @@ class Known(NamedTuple):
     """The test puzzles that a model has puzzle embeddings for.
 
     data      the dataset. Test sets without any such puzzle are removed
-    puzzles   {test set: indices of these puzzles, int64 [n], ascending}. None if these are all puzzles
-    metrics   {test set: {metric: number}}. Example: {"all": {"identifiers_common": 400,
-              "identifiers_missing": 3}}
+    puzzles   {test set: indices of these puzzles, int64 [n], ascending}. None: all puzzles
+    metrics   {test set: {metric: number}}: how many identifiers have an embedding ("identifiers_common"), how
+              many have none ("identifiers_missing"), ...
     """
 
     data: Dataset
@@ -117,12 +110,11 @@ class Known(NamedTuple):
 
 
 def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
-    """Selects the test puzzles that a model has puzzle embeddings for. Rank 0 logs their number.
+    """Selects the test puzzles that a model has puzzle embeddings for.
 
-    Raises ValueError if there are none.
+    Rank 0 logs their number. Raises ValueError if there are none.
 
-    match: For each puzzle identifier of the dataset, the row of the model's embedding table, or -1 if it has
-    none (result of `find_match`). If None, row i belongs to identifier i, and all test puzzles are selected.
+    match: Result of `find_match`. If None, all test puzzles are selected.
     model: Name of the model for messages.
     """
     if match is None:

@@ -33,16 +33,16 @@ from evaluation.intervals import wilson_interval
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """The puzzles of a test set that the model was trained on ("leaked" puzzles), as far as they are known.
+    """The puzzles of a test set that the model was also trained on ("leaked" puzzles).
 
     Attributes:
-        rows: Indices of the leaked examples in the test set, int64 [n], ascending. If a puzzle has leaked,
-            its augmented variants are included. Empty if `rate` is between 0 and 1.
-        rate: How much of the training data could be compared. 1: all training examples. Between 0 and 1: this
-            fraction, a random sample. 0: an unknown part.
+        rows: Indices of the leaked examples in the test set, int64 [n], ascending. They include the augmented
+            variants of a leaked puzzle. Empty if `rate` is between 0 and 1.
+        rate: Fraction of the training examples that were compared with the test set. Below 1, it is a random
+            sample. 0 means that an unknown part was compared.
         num_distinct: Number of different puzzles in the test set.
-        share: If `rate` is between 0 and 1: estimated fraction of leaked test examples, and the ends (low,
-            high) of its 95 % interval. Otherwise None.
+        share: Estimated fraction of leaked test examples, and the ends (low, high) of its 95 % interval. None
+            unless `rate` is between 0 and 1.
     """
 
     rows: np.ndarray
@@ -52,20 +52,11 @@ class Leak:
 
 
 class _Tested(NamedTuple):
-    """A test set to be compared with the training data.
-
-    where         folder of the test split, for messages
-    data          the examples of the test set
-    has_variants  whether augmented variants of the puzzles are evaluated too
-    rows          indices of the examples that are not augmented, int64 [n]
-    hashes        hashes of these examples, uint64 [n]
-    """
-
-    where: Path
+    where: Path  # folder of the test split, for messages
     data: PuzzleSet | ConcatenatedSet
-    has_variants: bool
-    rows: np.ndarray
-    hashes: np.ndarray
+    has_variants: bool  # whether augmented variants of the puzzles are evaluated too
+    rows: np.ndarray  # indices of the examples without augmentation, int64 [n]
+    hashes: np.ndarray  # hashes of these examples, uint64 [n]
 
 
 class Leaks:
@@ -98,16 +89,15 @@ class Leaks:
         groups: np.ndarray | None = None,
         puzzles: np.ndarray | None = None,
     ) -> None:
-        """Adds a test set to be compared with the training data. Only rank 0 calls it.
+        """Adds a test set to compare with the training data. Only rank 0 calls it.
 
-        Its puzzles are compared by hashes. Augmented variants are not hashed.
-
-        name: Name of the test set. data: Its examples.
-        split: Name of the split that contains the set, such as "test".
+        name: Name of the test set.
+        data: Examples of the test set.
+        split: Split that contains the test set, such as "test".
         folders: Dataset folders of the data.
-        hashes: Hashes of the puzzles without augmentation (`hash_examples`). If None, they are computed.
+        hashes: Result of `hash_examples` for the test set. If None, it is computed.
         groups: bool [number of groups]. A group is a puzzle with its augmented variants. Only groups with
-        True are evaluated. If None, all are.
+        True are evaluated. If None, all groups.
         puzzles: Indices of the evaluated puzzles, int64 [n]. If None, all puzzles.
         """
         rows = original_rows(data)
@@ -126,10 +116,10 @@ class Leaks:
     def broadcast_find(self, trained: Trained | None, *, model: str) -> None:
         """Compares all added test sets with the training examples. All ranks call it.
 
-        Sets `found`, {test set: Leak}, on all ranks. If a test puzzle was trained on, rank 0 logs a warning.
-        With reaction "error", all ranks exit.
+        Afterwards, `found` contains the result on all ranks. If a test puzzle was trained on, rank 0 logs a
+        warning. With reaction "error", all ranks exit instead.
 
-        trained: Training examples. Needed only on rank 0. If None, the training examples are unknown.
+        trained: Training examples. Needed only on rank 0. None means that they are unknown.
         model: Name of the model for messages.
         """
         with collective_errors():
@@ -178,7 +168,7 @@ class Leaks:
 def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.ndarray:
     """Returns the indices of the given examples and of their augmented variants, ascending.
 
-    rows: Indices of examples that are not augmented, int64 [n].
+    rows: Indices of examples without augmentation, int64 [n].
     """
     indices, group_indices = (
         np.asarray(starts, np.int64) for starts in (data.puzzle_indices, data.group_indices)
@@ -192,10 +182,10 @@ def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.nd
 
 
 def find_trained(checkpoint: Checkpoint) -> Trained | None:
-    """Returns hashes of the examples that a checkpoint was trained on. Returns None if they are unknown.
+    """Returns hashes of the examples that a checkpoint was trained on, or None.
 
-    The hashes are in a file of the checkpoint. Older checkpoints have no such file. For them, the dataset is
-    hashed again, if it has not changed since the training. Raises ValueError if the file is damaged.
+    Reads a file of the checkpoint. If a checkpoint of an earlier version has no such file, hashes its dataset
+    again. Returns None if the dataset is missing or has changed. Raises ValueError if the file is damaged.
     """
     if checkpoint.trained_file is not None and (found := read_trained(checkpoint.trained_file)):
         return found

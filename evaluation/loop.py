@@ -25,13 +25,14 @@ _NOTHING, _STEP, _BATCH = 0, 1, 2
 
 
 class Race:
-    """Decides which of several runs of the same puzzle answers: the first one to halt.
+    """Finds, for puzzles that a model solves several times, the run that halts first.
 
-    The runs ("samples") have different random numbers. A sample that has lost can stop early.
+    The runs of a puzzle ("samples") differ in their random numbers. A sample that can no longer be the first
+    can be stopped. Of two samples that halt after the same number of steps, the one with the lower index is
+    first.
 
-    samples: Numbers of samples to evaluate, ascending. Example: (1, 4) evaluates sample 0 without a race, and
-    a race of the samples 0 to 3. Then sample 0 always runs to its end. Sample 2 has lost if another sample
-    from 0 to 3 halts first. If two samples halt in the same step, the lower index wins.
+    samples: Numbers of samples to compare, ascending. Example: With (1, 4), sample 0 runs to its end, and
+    samples 0 to 3 are compared with each other.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -39,10 +40,11 @@ class Race:
         self._first: dict[tuple[int, int], tuple[int, int]] = {}  # (row, samples): (step, sample)
 
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
-        """Records which samples want to halt after a thinking step (one call of the model).
+        """Stores which samples want to halt after a thinking step (one call of the model).
 
-        carry: State of the batch after the step. `carry.data.rows` is puzzle index * largest number of
-        samples + sample index, int64 [batch]. wants_to_halt: bool [batch].
+        carry: State of the batch after the step. `carry.data.rows`, int64 [batch], contains puzzle index *
+        `samples[-1]` + sample index.
+        wants_to_halt: Whether the model wants to halt, bool [batch].
         """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
         for attempt, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
@@ -52,10 +54,10 @@ class Race:
                 self._first[row, num_samples] = min(first, (step, sample))
 
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
-        """Returns which samples (runs of a puzzle) have lost, so that they can stop: bool [n].
+        """Returns which samples can no longer be the first to halt: bool [n].
 
-        attempts: Puzzle index * largest number of samples + sample index, int [n].
-        steps: Number of model calls that each sample has made so far, int [n].
+        attempts: Puzzle index * `samples[-1]` + sample index, int [n].
+        steps: Number of model calls that each sample has made, int [n].
         """
         lost = []
         for attempt, step in zip(attempts.tolist(), steps.tolist(), strict=True):
@@ -75,18 +77,20 @@ def answer_batches(
     race: Race | None = None,
     stages: Ranks = ALONE,
 ) -> Iterator[StepOutput]:
-    """Runs the model on all examples, and yields the outputs after the last thinking step of each example.
+    """Runs the model on all examples, and yields its last output for each example.
 
-    A thinking step is one call of the model. With `reasoning.halting="max"`, a yielded output belongs to one
-    batch, with its padding. With early halting ("act"), the model itself ends an example, and the next
-    example takes its place in the batch. A yielded output then contains the examples that ended together.
+    The model is called several times for each example. One call is a thinking step. With
+    `reasoning.halting="max"`, all examples make the same number of steps, and an output belongs to one batch.
+    With "act", the model decides when an example ends, and the next example takes its position in the batch.
+    An output then contains the examples that ended together.
 
-    draw: `draw(carry)` returns the random numbers of the next step, or None. carry: State of the batch.
-    on_step: `on_step(output, halts)` is called after every step. halts, bool [batch], is True once for each
+    draw: `draw(carry)` returns the random numbers of the next step, or None. `carry` is the state of the
+    batch.
+    on_step: `on_step(output, halts)` is called after every step. `halts`, bool [batch], is True once for each
     example: after the first step at which the model wants to halt, otherwise after its last step.
     race: Stops a run of a puzzle if another run of the same puzzle has halted first. If None, no run is
     stopped.
-    stages: Ranks of a pipeline. All of them call this function, and call the model equally often.
+    stages: Ranks of a pipeline. All of them call this function.
     """
 
     def begin(batch: Batch) -> Carry:
@@ -157,14 +161,7 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns (output with dummy predictions, bool [batch] with only True) for samples that never run.
-
-    `answer_batches` calls `on_step` with it, because another sample (run) of their puzzles has halted.
-
-    carry: State of these samples.
-
-    like: Output of other samples. It gives the dtypes and shapes.
-    """
     carry = carry._replace(halted=torch.ones_like(carry.halted))
+    # Any values: a sample that never ran is never selected.
     prediction = select_columns(like.prediction, torch.zeros_like(carry.steps).long())
     return StepOutput(carry, prediction), carry.halted

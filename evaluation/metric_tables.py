@@ -38,13 +38,14 @@ def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
-    """Returns the number of puzzles for the interval of an accuracy. Returns 0 if it is unknown.
+    """Returns the number of different puzzles that an accuracy is computed from.
 
-    The interval assumes independent puzzles. Therefore puzzles with equal inputs count once.
+    Puzzles with equal inputs count once, because a confidence interval assumes independent puzzles. Returns 0
+    if the number is unknown.
 
     values: {metric: value} of one test set.
-    evaluator: Prefix of the accuracy, such as "sudoku/" for "sudoku/valid_accuracy". An evaluator may count
-    other puzzles than the test set does. "" for an accuracy without a prefix.
+    evaluator: First part of the accuracy's name, such as "sudoku/" for "sudoku/valid_accuracy". "" for an
+    accuracy such as "exact_accuracy".
     """
     count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
     counts_examples = evaluator in ("", "unseen/") or count == num_rows
@@ -56,17 +57,19 @@ def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
 def interval_of(metric: str, share: float, count: int) -> dict[str, float]:
     """Returns the 95 % interval of an accuracy: {"<metric>_low": value, "<metric>_high": value}.
 
-    share: Accuracy, in [0, 1]. count: Number of independent puzzles.
+    share: Accuracy, in [0, 1].
+    count: Number of independent puzzles.
     """
     ends = zip(INTERVAL_ENDS, wilson_interval(share, count), strict=True)
     return {with_suffix(metric, end): value for end, value in ends}
 
 
 def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
-    """Returns {test set: {metric: mean, "<metric>_deviation": standard deviation}} over several evaluations.
+    """Returns mean and standard deviation of each metric over several evaluations, for each test set.
 
-    Leaves out a metric that one of the evaluations lacks. A count such as "count" gets no deviation. If the
-    value is a text, the result lists the different texts: "test, validation".
+    The format is {test set: {metric: mean, "<metric>_deviation": standard deviation}}. Counts get no
+    deviation. Metrics that one of the evaluations lacks are left out. If the value is a text, the result
+    lists the different texts: "test, validation".
 
     runs: {test set: {metric: value}} of each evaluation.
     """
@@ -89,12 +92,13 @@ def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
 
 
 def metrics_table(metrics: Columns, *, title: str) -> str:
-    """Returns a text table with one line for each metric and one column for each test set.
+    """Returns a table with one line per metric and one column per test set.
 
     A line starts with both names of a metric, such as "solved (exact_accuracy)". A cell contains the value,
     and its interval or standard deviation, if there is one.
 
-    metrics: {test set: {metric: value}}. title: First line of the table.
+    metrics: {test set: {metric: value}}.
+    title: First line of the table.
     """
     names = metric_names(metrics)
     columns = [["", *map(both_names, names)]]
@@ -118,7 +122,7 @@ def metric_names(metrics: Columns) -> list[str]:
 
 
 def metric_cell(values: Mapping[str, float | str], name: str) -> str:
-    """Returns a metric as text, such as "0.9  [0.8812, 0.9184]". Returns "" if it is missing.
+    """Returns a metric as text, such as "0.9  [0.8812, 0.9184]", or "" if missing.
 
     The number is padded with spaces to 12 characters. A deviation is written as "0.9  +- 0.012".
 
@@ -137,13 +141,12 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Returns a text table of the accuracies after different numbers of thinking steps and of samples.
+    """Returns a text table of the accuracies for several numbers of steps and samples.
 
-    A sample is one run of a puzzle. The table has a line for each pair of these numbers, and a column for
-    each rule that selects a sample. For a search model (LDT), two more columns contain the fraction of wrong
-    answers and the fraction of puzzles without an answer.
+    A step is one call of the model. A sample is one of several runs of a puzzle. Each pair of numbers has a
+    line. Each rule that selects a sample, such as "vote", has a column.
 
-    scaling: Content of scaling.json (`results.scaling_of`).
+    scaling: Content of the file scaling.json.
     """
     lines = []
     for set_name, content in scaling["sets"].items():
@@ -163,13 +166,12 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
 
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns the accuracies that are stored in scaling.json as {test set: {metric: value}}.
+    """Converts the content of scaling.json to {test set: {metric: value}}.
 
-    Example of a metric: "exact_accuracy@steps=64,samples=8". It belongs to the first rule that selects a
-    sample (one run of a puzzle). The names of the other rules end with the rule, such as ",select=vote". If a
-    puzzle counts as solved because any sample is right, the name starts with "any_".
-
-    scaling: Content of scaling.json (`results.scaling_of`).
+    Example of a metric: "exact_accuracy@steps=64,samples=8". This is the accuracy with at most 64 calls of
+    the model and 8 runs of each puzzle, if the first selection rule selects the run that answers. With
+    another rule, the name ends with ",select=vote", for example. With the prefix "any_", a puzzle counts as
+    solved if any run is right.
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():
@@ -197,11 +199,12 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 
 
 def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
-    """Returns the metrics of an evaluation in a row of the training log: {test set: {metric: value}}.
+    """Extracts the metrics of an evaluation from a line of the training log.
 
-    Example: {"eval/all/exact_accuracy": 0.9, "lr": 1e-4} gives {"all": {"exact_accuracy": 0.9}}.
+    Returns {test set: {metric: value}}. Example: {"eval/all/exact_accuracy": 0.9, "lr": 1e-4} gives {"all":
+    {"exact_accuracy": 0.9}}.
 
-    split: First part of the names. Other names are ignored.
+    split: First part of the names to extract.
     """
     metrics: dict[str, dict[str, Any]] = {}
     for name, value in row.items():
@@ -213,7 +216,7 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
 
 
 def written_value(metric: str, value: float) -> str:
-    """Returns the value of a metric as text. Consoles and pages use it, so that they round equally.
+    """Formats the value of a metric for people.
 
     Accuracies have three decimals ("0.913"). Other whole numbers have none ("1,000"). Metrics that end in
     "steps" have two decimals, and all others have four digits.
@@ -226,19 +229,18 @@ def written_value(metric: str, value: float) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite int or float. Bools do not count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(metric: str) -> bool:
-    """Returns whether a metric describes the test puzzles, such as "count", and not the answers."""
+    """Returns whether a metric describes the test puzzles, such as "count", rather than the answers."""
     name = metric.rpartition("/")[2]
     others = ("test_inputs", "votes", "samples", "trained_on", "trained_on_rate")
     return name.endswith("count") or name in others
 
 
 def is_share(metric: str) -> bool:
-    """Returns whether a metric is an accuracy, such as "exact_accuracy" or "arc/pass@2". It has an interval.
+    """Returns whether a metric is an accuracy, such as "exact_accuracy" or "arc/pass@2".
 
     Returns False for the ends of an interval, such as "accuracy_low".
     """

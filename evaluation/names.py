@@ -50,9 +50,7 @@ _AFTER_STEP, _UNSEEN, _OUTPUTS, _ANY = "exact_accuracy_after_step_", "unseen/", 
 def written_name(metric: str) -> str:
     """Returns the name of a metric for people, such as "solved" for "exact_accuracy".
 
-    Unknown metrics keep their names, without the ending "_accuracy".
-
-    metric: Name without split and set: not "eval/all/exact_accuracy".
+    An unknown metric keeps its name, without the ending "_accuracy".
     """
     if metric in NAMES:
         return NAMES[metric]
@@ -75,6 +73,9 @@ def written_name(metric: str) -> str:
 
 
 def both_names(metric: str) -> str:
-    """Returns both names of a metric, such as "solved (exact_accuracy)". If they are equal, returns one."""
+    """Returns both names of a metric, such as "solved (exact_accuracy)".
+
+    If both names are equal, returns one.
+    """
     written = written_name(metric)
     return written if written == metric else f"{written} ({printable(metric)})"

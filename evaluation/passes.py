@@ -38,15 +38,15 @@ class SetResult:
     """The result of evaluating a model on one test set.
 
     Attributes:
-        metrics: {name: value}. Examples: "exact_accuracy", "count" (number of labeled puzzles), and
+        metrics: {name: value}, such as "exact_accuracy", "count" (number of labeled puzzles), and
             "sudoku/valid_accuracy" from an evaluator. "unseen/<metric>" leaves out puzzles that the model was
-            trained on. If early halting was off, "act_exact_accuracy" and "act_steps" (mean number of
-            thinking steps) are the values that it would give.
-        exact_accuracy_after_each_step: Fraction of solved puzzles after thinking step (call of the model) 1,
-            2, ... Empty with early halting, with `scores`, or without labels.
-        outputs: {name: array [examples, ...]}, in dataset order.
-        scores: Counts for several numbers of thinking steps and of runs of each puzzle. Empty if each puzzle
-            ran once. Otherwise, the other fields belong to the largest numbers.
+            trained on. "act_exact_accuracy" and "act_steps" (mean number of calls) are the values that early
+            halting would give. They exist only if early halting was off.
+        exact_accuracy_after_each_step: Fraction of solved puzzles after 1, 2, ... calls of the model. Empty
+            with early halting, with `scores`, or without labels.
+        outputs: {name: array [examples, ...]}, in the order of the dataset.
+        scores: Counts for several numbers of calls and of runs of each puzzle. Empty if `evaluate_split` got
+            no `settings`. Otherwise, the other fields belong to the largest numbers.
     """
 
     metrics: dict[str, float]
@@ -92,8 +92,8 @@ def evaluate_split(
         leaks: {test set: puzzles that the model was trained on}. If None, there are no metrics about them.
         all_reduce_stop: Function that all ranks call before every batch. If it returns True, the evaluation
             stops.
-        fetch_rows: Function for puzzle embeddings that are sharded over ranks. It loads the embeddings of
-            these identifiers, int64 [n]. All ranks call it before each set.
+        fetch_rows: Function that loads puzzle embeddings from other ranks, if they are sharded. It takes
+            puzzle identifiers, int64 [n]. All ranks call it before each set.
         ranks: Ranks that divide the puzzles among themselves. If None, all ranks.
         stages: Ranks that hold the stages of this rank's pipeline. Not supported together with `settings`.
 
@@ -114,7 +114,6 @@ def evaluate_split(
     is_stopped = False
 
     def until_stopped(source: Iterator[tuple[str, Batch]]) -> Iterator[Batch]:
-        """Yields the batches, moved to the device. Stops early if `all_reduce_stop` returns True."""
         nonlocal is_stopped
         for _, batch in source:
             is_stopped = all_reduce_stop()
@@ -195,14 +194,12 @@ def _add_answers(
 
 
 class _SetSums:
-    """Accumulates the metrics and outputs of one test set on this rank. `reduce` sums them over all ranks.
+    """Sums the metrics of one test set on this rank, and collects its outputs.
 
-    num_steps: Number of thinking steps (calls of the model), for the accuracy after each step. If 0, this
+    num_steps: Number of thinking steps (calls of the model) after which to compute the accuracy. If 0, this
     accuracy is not computed.
     outputs: Names of arrays to store for every example, such as "preds".
     leak: Test puzzles that the model was trained on, or None.
-    scores: Attribute. Counts for several numbers of steps and of runs of each puzzle. None if each puzzle
-    runs once.
     """
 
     def __init__(
@@ -227,12 +224,6 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Counts the right answers after one thinking step (call of the model).
-
-        They give the accuracy after each step. Does nothing if num_steps is 0.
-
-        acts_here: bool [batch]. True if early halting would end the puzzle after exactly this step.
-        """
         if not len(self._exact_after_step):
             return
         labels, steps = output.carry.data.labels, output.carry.steps
@@ -252,28 +243,17 @@ class _SetSums:
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
     def select_unseen(self, output: StepOutput) -> StepOutput:
-        """Returns the output without the puzzles that the model was trained on. Padding stays."""
         return output.select((~torch.isin(output.carry.data.rows, self._seen_rows)).nonzero().flatten())
 
     def describe(self) -> str:
-        """Returns the accuracies of this rank so far, as a text for the progress bar.
-
-        Example: "solved 0.512  cells right 0.914".
-        """
+        """Returns a text for the progress bar, such as "solved 0.512  cells right 0.914"."""
         sums = self._metrics.own()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         names = [name for name in ("exact_accuracy", "accuracy") if name in metrics]
         return "  ".join(f"{written_name(name)} {metrics[name]:.3f}" for name in names)
 
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns metrics that depend on which test puzzles the model was trained on. All ranks call it.
-
-        "trained_on" is the number of these puzzles. It is a lower bound if "trained_on_rate" is 0. The
-        accuracies "unseen/<metric>" leave these puzzles out. "distinct_count" is the number of different test
-        puzzles. Returns {} if the training puzzles were not compared.
-
-        metrics: Metrics of all examples, summed over all ranks.
-        """
+        """Returns metrics about test puzzles that the model was trained on. All ranks call it."""
         leak, count = self._leak, metrics.get("count", 0)
         unseen = {"count": count}
         if self._unseen is not None:
@@ -335,10 +315,6 @@ def _answers(network: Network, final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """Returns the array with this name from an output: [batch, ...].
-
-    name: Name that the config key `save_outputs` allows, such as "preds" (tokens of all cells) or "logits".
-    """
     logits = output.prediction.logits
     if name == "preds":
         return predicted_tokens(logits)

@@ -66,9 +66,10 @@ class Questions:
         return puzzle
 
     def metadata_for(self, puzzle: Puzzle) -> Metadata:
-        """Returns the metadata (such as vocabulary size and sequence length) of a dataset of such puzzles.
+        """Returns the metadata of the training data, with the size of the given puzzle.
 
-        Raises ValueError if the model cannot read puzzles of this size.
+        Metadata are the sizes that a model depends on, such as the number of tokens. Raises ValueError if the
+        model cannot read puzzles of this size.
         """
         trained = self.info.metadata
         sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
@@ -81,11 +82,11 @@ class Questions:
         return dataclasses.replace(trained, **sizes)
 
     def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
-        """Finds the row of the model's puzzle embedding table that belongs to the puzzle.
+        """Returns the row of the model's puzzle embedding table that belongs to the puzzle.
 
-        Returns None if the config has `adapt=true` and the model has no row for the puzzle. An embedding must
-        then be trained. Raises ValueError if the model has no row and `adapt` is false, or if `adapt` or
-        `task` does not fit the model or the puzzle.
+        Returns None if the model has no row for the puzzle and the config has `adapt=true`. The caller must
+        then train an embedding. Raises ValueError if the model has no row and `adapt` is false, or if `adapt`
+        or `task` does not fit the model or the puzzle.
         """
         number = self._find_number(puzzle, config)
         if not number or not all((path / "test" / "dataset.json").is_file() for path in self._folders):
@@ -103,12 +104,6 @@ class Questions:
         return int(match.rows[number])
 
     def _find_number(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
-        """Returns the number of the puzzle (puzzle identifier) in the dataset folders of this object.
-
-        `find_identifier` uses it to find the row of the puzzle's embedding. Returns None if `adapt=true` and
-        the training data do not contain the puzzle. Raises ValueError if the puzzle is unknown otherwise, or
-        if `adapt` or `task` does not fit.
-        """
         blank = self.info.metadata.blank_identifier_id
         if config.adapt and not puzzle.has_own_rule:
             raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks. Remove it.")
@@ -151,12 +146,12 @@ class Questions:
 
 
 def read_question(puzzle: str | None) -> tuple[str, str]:
-    """Reads the text of a puzzle: from a file, from standard input ("-"), or from the argument itself.
+    """Reads the text of a puzzle from a file, standard input or the argument.
 
     Returns (text, name of the source for messages), such as ("1..4 ...", "standard input"). Raises ValueError
     if there is no text.
 
-    puzzle: Text of the puzzle, file name, or "-". None: it is missing.
+    puzzle: Text of the puzzle, a file name, or "-" for standard input.
     """
     if puzzle is None:
         raise ValueError(
@@ -178,11 +173,12 @@ def read_question(puzzle: str | None) -> tuple[str, str]:
 
 
 def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
-    """Returns a description of the data that a model was trained on: kind of puzzle, symbols, sizes.
+    """Returns the kind of puzzle, symbols and sizes of a model's training data.
 
-    If `folders` is not None, it is read from these dataset folders. Otherwise, it is read from the
-    checkpoint, or from the folders that the checkpoint names. If none of these describes the data, the sizes
-    of the weights are used. Raises ValueError if they fit several kinds of puzzles or none.
+    checkpoint: Trained model.
+    folders: Dataset folders to read them from. If None, the description in the checkpoint is used, otherwise
+    the folders of its training. If both are missing, the sizes of the weights are used. Raises ValueError if
+    the sizes fit several kinds of puzzles or none.
     """
     if folders is None and checkpoint.dataset_info is not None:
         return DatasetInfo.from_json(checkpoint.dataset_info, where=f"dataset description of {checkpoint}")

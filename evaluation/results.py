@@ -47,7 +47,7 @@ _OPTIONS = (*_SCALING_KEYS, "halt_max_steps", "samples", "select", "raw", "forwa
 
 
 def open_output_folder(folder: Path) -> Path:
-    """Creates a folder for results before an evaluation. Raises ValueError if it is not writable."""
+    """Creates a folder for results, and returns it. Raises ValueError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -59,15 +59,15 @@ def open_output_folder(folder: Path) -> Path:
 
 
 def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the options and data that determine the results of an evaluation, for measured.json.
+    """Returns the options and data that determine the results of an evaluation.
 
-    A folder contains only results with equal options and data. Example: {"test": "1a2b...", "samples": [8]}.
-    The keys are:
+    They are stored in measured.json, beside the results. Example: {"test": "1a2b...", "samples": [8]}. The
+    keys are:
 
     - "test": Hash of the test splits.
     - each option that differs from its default, such as "samples"
-    - "data": Paths of the dataset folders. Only if they are not the folders of the training, or if their test
-      splits have changed since the training.
+    - "data": Paths of the dataset folders. The key is missing if they are the folders of the training, with
+      the same test splits.
 
     data: Dataset folders of the evaluation.
     """
@@ -82,20 +82,12 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Chec
 
 
 def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], fingerprint: str) -> bool:
-    """Returns whether the test splits are unchanged since the training of the checkpoint.
-
-    Checkpoints of earlier versions have no hash of the test splits. For them, returns whether all splits are
-    unchanged.
-
-    fingerprint: Hash of the test splits now.
-    """
-    if checkpoint.test_fingerprint is None:
+    if checkpoint.test_fingerprint is None:  # an earlier version saved the checkpoint
         return _is_trained_on(checkpoint, data)
     return checkpoint.test_fingerprint == fingerprint
 
 
 def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
-    """Returns whether the dataset folders are unchanged since the training of the checkpoint."""
     try:
         return checkpoint.fingerprint == fingerprint_of(data)
     except ValueError:  # no training split
@@ -103,10 +95,10 @@ def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
 
 
 def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """Returns the name of the default folder for results of a checkpoint.
+    """Returns the name of the default folder for the results of an evaluation.
 
-    The name is "step_120" for default options and the data of the training. Otherwise it ends with a hash of
-    `measured`: "step_120_1a2b3c4d".
+    The name is "step_120", for example, if the options are the defaults and the data are those of the
+    training. Otherwise, it ends with a hash of `measured`, such as "step_120_1a2b3c4d".
 
     measured: Result of `measured_with`.
     """
@@ -119,14 +111,15 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 def write_measured(
     folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, is_default_folder: bool
 ) -> None:
-    """Writes the options and data of an evaluation to measured.json in the folder of its results.
+    """Writes the options and data of an evaluation to measured.json in a folder.
 
-    If the folder contains results with other options or data, deletes them first.
+    If the folder contains results with other options or data, deletes these results first.
 
+    folder: Folder for the results of the evaluation.
     measured: Result of `measured_with`.
     data: Dataset folders of the evaluation.
-    is_default_folder: Whether `name_of` named the folder. Then a missing measured.json means default options,
-    because training and earlier versions write such results.
+    is_default_folder: Whether `name_of` named the folder. Then results without measured.json are taken as
+    results with default options.
     """
     path = folder / MEASURED_FILE
     try:
@@ -145,10 +138,11 @@ def write_measured(
 
 
 def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
-    """Logs a message if `folder` has results that were computed in another dtype than the new ones.
+    """Logs a message if the new results replace results that were computed in another dtype.
 
-    The new results will replace them. forward_dtype: Dtype of the new evaluation, such as "float32". stored:
-    Dtype of the training. Earlier results that do not name a dtype are taken as computed in it.
+    folder: Folder with the results.
+    forward_dtype: Dtype of the new evaluation, such as "float32".
+    stored: Dtype of the training. It is the dtype of results that do not name one.
     """
     try:
         before = {str(values.get("forward_dtype", stored)) for values in read_results(folder).values()}
@@ -162,7 +156,6 @@ def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> No
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    """Warns if the dataset folders have changed since the checkpoint was trained on them."""
     if checkpoint.fingerprint is not None and not _is_trained_on(checkpoint, folders):
         names = ", ".join(map(str, folders))
         log.warning(
@@ -180,10 +173,10 @@ def write_results(
     selected_by: str | None,
     forward_dtype: str,
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
-    """Writes the result files of an evaluation into `folder`, and prints tables. Only rank 0 calls it.
+    """Writes the result files of an evaluation, and prints tables. Only rank 0 calls it.
 
     Returns (content of metrics.json, content of scaling.json). The second is None if the evaluation had one
-    number of thinking steps and one sample of each puzzle.
+    number of thinking steps and one run of each puzzle.
 
     title: Title of the printed table.
     selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test". None if
@@ -210,11 +203,12 @@ def all_metrics(
 ) -> dict[str, dict[str, float | str]]:
     """Returns the content of metrics.json: {test set: {metric: value}}.
 
-    Adds the 95 % interval of each accuracy ("accuracy_low" and "accuracy_high"), and the accuracy after each
-    thinking step ("exact_accuracy_after_step_1").
+    Contains the metrics of `results`, the 95 % interval of each accuracy ("accuracy_low" and
+    "accuracy_high"), and the accuracy after each thinking step ("exact_accuracy_after_step_1").
 
-    selected_by: Split that selected the checkpoint, such as "validation". forward_dtype: Dtype of the model.
-    Both are stored for every test set, unless they are None.
+    selected_by: Split that selected the checkpoint, such as "validation". It is stored for every test set,
+    unless it is None.
+    forward_dtype: Dtype of the model. It is stored for every test set, unless it is None.
     """
     metrics, texts = {}, zip(TEXTS, (selected_by, forward_dtype), strict=True)
     named = {name: text for name, text in texts if text is not None}
@@ -229,7 +223,7 @@ def all_metrics(
 
 
 def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
-    """Writes the output arrays of each test set to <test set>__outputs.npz, in the order of the dataset."""
+    """Writes the output arrays of each test set to <test set>__outputs.npz in a folder."""
     for name, result in results.items():
         if result.outputs:
             folder.mkdir(parents=True, exist_ok=True)
@@ -238,10 +232,10 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 
 
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the content of scaling.json: accuracies for several numbers of thinking steps and of samples.
+    """Returns the content of scaling.json: accuracies for several numbers of steps and samples.
 
-    A sample is one of several runs of a puzzle with different noise. The format is {option: value, "sets":
-    {test set: {"count": number of puzzles, "corners": list}}}. An entry of "corners" is
+    A step is one call of the model. A sample is one of several runs of a puzzle. The format is {option:
+    value, "sets": {test set: {"count": number of puzzles, "corners": list}}}. An entry of "corners" is
 
         {"steps": 16, "samples": 4, "ways": {"vote": {"exact_accuracy": 0.9, ...}, "any": {...}}}
 
@@ -264,7 +258,7 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 
 
 def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
-    """Returns the results in a folder: {test set: {metric: value}}, the content of metrics.json.
+    """Reads metrics.json in a folder: {test set: {metric: value}}.
 
     Raises ValueError if the file is missing or damaged.
     """

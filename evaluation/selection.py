@@ -36,17 +36,16 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACL
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The numbers of thinking steps and of samples to evaluate, in all combinations.
+    """The numbers of steps and of samples to evaluate, in all combinations.
 
-    A thinking step is one call of the model. A sample is one run of a puzzle, with its own random noise.
+    A step is one call of the model. A sample is one run of a puzzle, with its own random noise.
 
-    steps     numbers of thinking steps, ascending
-    samples   numbers of samples of each puzzle, ascending
-    selects   rules that select one sample, such as "vote". The first rule selects the answer for other
-              metrics
-    retry_samples
-              number of samples for a puzzle that a search model (LDT) has not solved with the others, them
-              included. None: no more samples
+    steps          numbers of steps, ascending
+    samples        numbers of samples of each puzzle, ascending
+    selects        rules that select one sample, such as "vote". The first rule selects the answer for other
+                   metrics
+    retry_samples  total number of samples if a search model (LDT) finds no answer with the samples above.
+                   None: no more samples
     """
 
     steps: tuple[int, ...]
@@ -75,19 +74,16 @@ class Samples(NamedTuple):
     are_valid: np.ndarray | None
 
     def take(self, *index: slice | np.ndarray) -> Samples:
-        """Returns new `Samples`, with every array indexed by `index` on the axes [puzzles, samples]."""
         return Samples(*(None if column is None else column[index] for column in self))
 
 
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
     """Selects one of several runs ("samples") of each puzzle. Returns their indices, int64 [puzzles].
 
-    by: Selection rule, such as "vote". If the rule finds several samples equally good, the one of them with
-    the largest q_halt is selected.
-    samples: Answers of all samples. If `ANSWER_AT[by]` is "end", they are those after the last model call. If
-    it is "halt" or "peak", those of an earlier call (`answer_at`).
-    is_search: Whether the model is a search model (LDT). Then only samples that halted have an answer. The
-    index is -1 if no sample of the puzzle halted. Of equally good samples, the first is selected.
+    by: Rule that selects, such as "vote". Among equally good samples, the one with the largest q_halt wins.
+    samples: Answers of all samples. The dict `ANSWER_AT` names the model call that the rule needs them from.
+    is_search: Whether the model is a search model (LDT). Then only samples that halted have an answer. Among
+    equally good samples, the first wins. If no sample of the puzzle halted, the index is -1.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
@@ -105,9 +101,9 @@ def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarr
 
 
 def votes(preds: np.ndarray) -> np.ndarray:
-    """Returns how many samples (runs) of the same puzzle have the same answer: int64 [puzzles, samples].
+    """Returns how many runs of the same puzzle have the same answer: int64 [puzzles, runs].
 
-    preds: Tokens of the answers, [puzzles, samples, seq_len].
+    preds: Tokens of the answers, [puzzles, runs, seq_len].
     """
     num_puzzles, num_samples, _ = preds.shape
     flat = np.ascontiguousarray(preds.reshape(num_puzzles * num_samples, -1))
@@ -117,12 +113,12 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns the output, but with the answer that the model had after the thinking step `at`.
+    """Returns the output with the answer of an earlier thinking step (call of the model).
 
-    at: "end": the last step. The output then does not change. "halt": the first step after which the model
-    wants to halt. "peak": the step with the largest q_halt.
-    output: Output of a `HistoryNetwork` (evaluation/test_time.py) after the last step. Its state contains the
-    answers of these earlier steps.
+    at: "halt": the first step after which the model wants to halt. "peak": the step with the largest q_halt.
+    "end": the last step. The output is then returned unchanged.
+    output: Last output of a model in a `HistoryNetwork` (evaluation/test_time.py), which stores the earlier
+    answers.
     """
     if at == "end":
         return output
@@ -138,17 +134,20 @@ def predicted_tokens(logits: Tensor) -> Tensor:
 
 
 class Scores:
-    """Counts right answers on this rank, for several numbers of model calls and of runs of each puzzle.
+    """Counts right answers on this rank, for several numbers of steps and samples.
 
-    Puzzles without a label do not count. A sample is one run of a puzzle. A selection rule, such as "vote",
-    selects one sample.
+    A step is one call of the model. A sample is one of several runs of a puzzle. Puzzles without a label do
+    not count.
 
-    sums: Attribute. {(steps, samples, selection rule, figure): sum over puzzles}. Figures: "exact" (answer
-    equals the label), "valid" (answer obeys the rules), "calls" (number of model calls), "undecided" (no
-    answer, only for a search model). The rule "any" counts a puzzle if any of its samples is right.
-    settings: Numbers of calls and runs to evaluate, and the selection rules.
-    rules: Function that checks answers by the rules of the puzzle. If None, "valid" is not counted.
+    settings: Numbers of steps and samples to evaluate, and the rules that select a sample, such as "vote".
+    rules: Function that checks answers by the rules of the puzzle, or None.
     is_search: Whether the model is a search model (LDT).
+
+    Attributes:
+        sums: {(steps, samples, selection rule, figure): sum over puzzles}. Figures are "exact" (the answer
+            equals the label), "valid" (it obeys the rules, counted only with `rules`), "calls" (number of
+            model calls), and "undecided" (no answer, only of a search model). With the selection rule "any",
+            a puzzle counts if any of its samples is right.
     """
 
     def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):
@@ -162,8 +161,7 @@ class Scores:
         Returns the index of the sample that the first selection rule selects for each puzzle, int64
         [puzzles]. -1 means that a search model has no answer.
 
-        attempts: Output for all samples (runs) of the puzzles, [puzzles * samples, ...]. The samples of a
-        puzzle are next to each other.
+        attempts: Output for all samples of the puzzles, [puzzles * samples, ...], ordered by puzzle.
         """
         num_samples = self.settings.samples[-1]
 
@@ -214,27 +212,18 @@ class Scores:
         return of_first
 
     def for_retry(self) -> Scores:
-        """Returns empty counts for the further samples of puzzles without an answer (`retry_samples`)."""
         more = self.settings.retry_samples - self.settings.samples[-1]
         settings = dataclasses.replace(self.settings, samples=(more,), retry_samples=None)
         return Scores(settings, rules=self._rules, is_search=self._is_search)
 
     def add_retry(self, retry: Scores) -> None:
-        """Adds the counts of the second run of the puzzles that had no answer.
-
-        "undecided" is not added but replaced: by the number of puzzles without an answer after the second
-        run. retry: Result of `for_retry`, filled by the second run.
-        """
         for steps, _, by, figure in list(self.sums):
             key, more = (steps, self.settings.samples[-1], by, figure), retry.settings.samples[-1]
+            # "undecided" then counts the puzzles without an answer in both runs.
             before = 0 if figure == "undecided" else self.sums[key]
             self.sums[key] = before + retry.sums[steps, more, by, figure]
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Returns which answers obey the puzzle's rules, bool [...]. Returns None without rules.
-
-        inputs, preds: Tokens of puzzles and answers, [..., seq_len].
-        """
         if self._rules is None:
             return None
         flat = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (inputs, preds))

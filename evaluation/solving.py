@@ -41,7 +41,9 @@ _NOISE = 0.3  # the default for several samples, as in PTRM
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The model's answer after one thinking step (call of the model). Arrays are [rows, columns] of the grid.
+    """The model's answer to a puzzle after one thinking step (call of the model).
+
+    Arrays have the shape [rows, columns] of the puzzle's grid.
 
     number         Number of the step, from 1.
     tokens         uint8 or int32 [seq_len]: Tokens of all cells, with padding.
@@ -62,7 +64,7 @@ class Step:
 
     @property
     def text(self) -> str:
-        """Returns the grid as text, one line for each row.
+        """The grid as text, with one line for each row.
 
         If a symbol has several characters, spaces separate the cells.
         """
@@ -72,9 +74,9 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Step):
-    """The model's final answer to a puzzle, and the answers after each thinking step (call of the model).
+    """The model's final answer to a puzzle, and its answer after each model call.
 
-    The fields of `Step` describe the final answer.
+    The fields of `Step` describe the final answer. A step is one call of the model.
 
     puzzle         The puzzle.
     style          How the puzzle is drawn: symbols and colors.
@@ -104,7 +106,7 @@ class Answer(Step):
 
     @property
     def halting_step(self) -> int | None:
-        """Returns the first step after which the model would halt. Returns None if it never would."""
+        """The number of the first step after which the model would halt, or None."""
         return next((step.number for step in self.steps if step.wants_to_halt), None)
 
     def __str__(self) -> str:
@@ -122,15 +124,15 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves one puzzle, and records the answer after each thinking step (call of the model).
+    """Solves one puzzle, and records the answer after each call of the model.
 
-    Runs in one process. Raises ValueError if the config does not fit the model or the puzzle.
+    Raises ValueError if the config does not fit the model or the puzzle.
 
     model: Model in evaluation mode, for puzzles of this size.
+    config: Config of solve.py, such as the numbers of calls of the model and of runs of the puzzle.
     style: How the puzzle is drawn. It is stored in the answer.
-    config: Config of solve.py, such as the numbers of steps and samples.
     identifier: Row of the puzzle in the model's puzzle embedding table.
-    row: Index that selects the random noise. With the index of the puzzle in its test set, the noise is the
+    row: Number that selects the random noise. With the index of the puzzle in its test set, the noise is the
     same as in evaluate.py.
     """
     if config.select == "rules" and puzzle.rules is None:
@@ -205,13 +207,13 @@ def _first_to_halt(
     num_samples: int,
     on_step: Callable[[StepOutput], None],
 ) -> int:
-    """Runs several samples of a search model (LDT) on one puzzle until the first sample halts.
+    """Runs a search model (LDT) on one puzzle several times, until the first run halts.
 
-    Returns the index of this sample. Returns -1 if none halts. A sample is one run with its own random
-    numbers.
+    Returns the index of this run, or -1 if none halts. The runs ("samples") have different random numbers.
+    Only a few of them start at first.
 
-    batch: Batch with only the puzzle.
-    num_samples: Largest number of samples. At first, only a few of them run (docstring of this file).
+    batch: Batch that contains only the puzzle.
+    num_samples: Largest number of runs.
     on_step: Function that is called with the output of each model call.
     """
     (attempts,) = split_into_attempts(iter([batch]), num_samples=num_samples, num_slots=num_samples)
@@ -239,15 +241,11 @@ def _first_to_halt(
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
-    """Returns the standard deviation of the noise that is added to the state before each model call.
-
-    It is the value in the config. If the config sets none, it is usually 0. It is 0.3 if several runs of the
-    puzzle would otherwise be equal, and the model supports noise.
-    """
     reasoning = model.eval_reasoning(config.halting)
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:
         return config.noise or 0.0
+    # Without noise, all samples would be equal.
     return _NOISE if keeps_state(model.network) and not model.network.is_random else 0.0
 
 

@@ -29,7 +29,7 @@ _RULES: dict[Select, str] = {
 
 
 def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
-    """Returns a text for the terminal: the puzzle, the answer, and the answers after all model calls.
+    """Draws the puzzle, the answer, and the answers after all model calls as text.
 
     width: Maximum number of columns. Only a grid that is wider exceeds it.
     color: Whether to use ANSI color codes.
@@ -57,12 +57,6 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
 
 
 def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
-    """Puts drawings side by side, as many as fit into `width` columns.
-
-    The next drawings go below them. Yields a text of several lines for each row of drawings.
-
-    drawings: Lines of text of each drawing.
-    """
     row, used = [], 0
     for drawing in drawings:
         needed = max(len(without_codes(line)) for line in drawing) + _GAP
@@ -75,14 +69,9 @@ def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
 
 
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
-    """Draws several steps with the same answer as one grid. Returns the lines of text.
-
-    The title is "steps 3 to 5", for example. Cells that changed in the first of these steps are marked.
-
-    answer: Final answer, for the puzzle and the style of the drawing. steps: Consecutive steps.
-    """
     first, last = steps[0], steps[-1]
     title = f"step {first.number}" if last is first else f"steps {first.number} to {last.number}"
+    # All steps have the same grid. They differ in confidence, and only the first one changed cells.
     marked = {"confidence": last.confidence, "changed": first.changed}
     drawing = _draw_grid(title, answer, first.tokens, **marked, color=color)
     if answer.is_search:
@@ -100,14 +89,13 @@ def _draw_grid(
     changed: np.ndarray | None = None,
     color: bool,
 ) -> list[str]:
-    """Draws `tokens` as a grid with a title. Returns the lines of text, with ANSI color codes.
+    """Draws tokens as a grid with a title. Returns the lines of text.
 
-    answer: Answer with the puzzle and the style of the drawing.
+    answer: Answer that contains the puzzle and its style.
     tokens: Tokens of the puzzle or of an answer, [seq_len].
-    confidence: Probability of each cell, [rows, columns]. Cells with low confidence are marked. If None, no
-    cell is marked for this reason.
-    changed: bool [rows, columns]. Cells with True are marked. If None, no cell is marked for this reason.
-    color: Whether the terminal will show the codes. If False, a character also marks changed cells.
+    confidence: Probability of each cell, [rows, columns]. Cells with a low probability are marked.
+    changed: Cells to mark as changed, bool [rows, columns].
+    color: Whether ANSI color codes will be shown. If False, a character marks changed cells.
     """
     style, puzzle = answer.style, answer.puzzle
     cells = puzzle.cells_of(tokens)
@@ -129,7 +117,6 @@ def _draw_grid(
 
 
 def _draw_confidence(answer: Answer) -> list[str]:
-    """Returns the lines of a grid with the confidence of each cell, in tenths. Example: 9 means 0.9 to 1."""
     tenths = np.minimum((answer.confidence * 10).astype(int), 9).astype(np.str_)
     codes = [[_doubt(value)[0] or _FAINT for value in row] for row in answer.confidence]
     style, cells = answer.style, answer.puzzle.cells_of(answer.tokens)
@@ -138,18 +125,10 @@ def _draw_confidence(answer: Answer) -> list[str]:
 
 
 def _doubt(confidence: float) -> tuple[str, str]:
-    """Returns how to mark a cell with this confidence, in [0, 1]: (ANSI codes, character).
-
-    Example: ("97;48;5;124", "?") below 0.5. Both are "" from 0.95.
-    """
     return next(((codes, mark) for below, codes, mark in _DOUBTS if confidence < below), ("", ""))
 
 
 def _mark(style: Style) -> str:
-    """Returns the character that marks changed cells if colors are off: "*".
-
-    If the puzzle uses "*" as a symbol, returns "'" instead.
-    """
     return "'" if "*" in style.symbols else "*"
 
 
@@ -158,7 +137,6 @@ def _coded(text: str, codes: str) -> str:
 
 
 def _verdict(answer: Answer) -> Iterator[str]:
-    """Yields the lines of text beside the answer, such as "correct: compared with the solution"."""
     if not answer.is_decided:
         yield _coded("not decided", _BAD) + f": none of {answer.num_samples} runs found an answer"
         return
@@ -184,12 +162,6 @@ def _verdict(answer: Answer) -> Iterator[str]:
 
 
 def _legend(answer: Answer, groups: list[list[Step]], *, color: bool) -> str:
-    """Returns a line that explains the marks in the drawing, such as "* changed".
-
-    Only marks that occur are explained.
-
-    groups: Lists of consecutive steps with the same grid. color: Whether the terminal will show ANSI codes.
-    """
     style, parts = answer.style, []
     if not answer.is_search:
         parts.append("right: probability that the answer is right")

@@ -31,12 +31,11 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
-    """Converts the config of evaluate.py to (settings of the model, settings to compare).
+    """Reads from the config of evaluate.py how to run each puzzle.
 
-    The `Reasoning` contains the largest number of thinking steps (calls of the model), noise and early
-    halting. The `Settings` contain all numbers of steps and of runs of each puzzle. They are None if each
-    puzzle runs only once, with one number of steps and the default selection rule. Raises ValueError if an
-    option does not fit the model.
+    Returns two objects. The first contains settings such as noise, early halting, and the largest number of
+    calls of the model. The second contains the numbers of calls and of runs to compare, or is None if there
+    is nothing to compare. Raises ValueError if an option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -53,10 +52,10 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the settings of the model in an evaluation, such as noise and early halting.
+    """Returns the settings of a run of a puzzle, such as noise and early halting.
 
-    Raises ValueError if an option of the config does not fit the model. Also raises it if several runs of a
-    puzzle would all be identical.
+    Raises ValueError if an option of the config does not fit the model, or if all runs of a puzzle would be
+    identical.
 
     max_steps: Number of thinking steps (calls of the model).
     num_samples: Number of runs of each puzzle.
@@ -90,12 +89,10 @@ def reasoning_of_samples(
 
 
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:
-    """Returns whether an evaluation with these settings needs random numbers, for the model or for noise."""
     return network.is_random or reasoning.is_noisy
 
 
 def keeps_state(network: Network) -> bool:
-    """Returns whether the network passes a state from one call of the model to the next."""
     return isinstance(network, Search) or bool(network.initial_state(1, seq_len=1))
 
 
@@ -105,10 +102,11 @@ def build_draw(
     """Returns a function that creates the random numbers for the next call of the model.
 
     The function takes the state of the batch (`Carry`). It returns None if nothing is random. The random
-    numbers of a run depend only on the seed, the puzzle, the number of the run and the number of the call.
+    numbers depend only on the seed, the puzzle, the number of its run, and the number of the call.
 
     num_samples: Number of runs of each puzzle. `carry.data.rows` must contain puzzle index * num_samples +
-    number of the run, from 0. first_sample: Number that is added to the number of the run.
+    number of the run, from 0.
+    first_sample: Number that is added to the number of the run.
     """
 
     def draw(carry: Carry) -> SlotRng | None:
@@ -121,7 +119,7 @@ def build_draw(
 
 
 def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
-    """Repeats every example num_samples times, and yields batches with at most num_slots examples.
+    """Repeats every example `num_samples` times, and yields batches of at most `num_slots` examples.
 
     `rows` of a yielded batch contains example index * num_samples + number of the repetition. Padding has -1.
     """
@@ -134,16 +132,16 @@ def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots
 
 
 class HistoryNetwork(nn.Module):
-    """Wraps a network. Stores answers of earlier thinking steps (calls of the model) in the state.
+    """Wraps a network, and stores answers of its earlier calls in the state.
 
     The state has these additional keys:
 
-    halt.*     answer of the first step after which the network wants to halt. Until then, the newest answer
-    peak.*     answer of the step with the largest q_halt
-    history.*  number of steps, newest logits, whether the network wanted to halt after any step, and the
-               changes of the logits in the last steps
+    halt.*     answer of the first call after which the network wants to halt. Until then, the newest answer
+    peak.*     answer of the call with the largest q_halt
+    history.*  number of calls, newest logits, whether the network wanted to halt after any call, and the
+               changes of the logits in the last calls
 
-    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step).
+    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the call).
     """
 
     def __init__(self, network: Network, *, vocab_size: int):
@@ -213,20 +211,19 @@ def run_settings(
     runs_all: bool = False,
     on_step: OnStep = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-    """Runs every puzzle several times, and yields the results of puzzles when all their runs have ended.
+    """Runs every puzzle several times, and yields the outputs when all its runs have ended.
 
-    A run is called a sample. `scores` contains the numbers of model calls and of samples to evaluate, and
-    counts the right answers for all of them. Results are yielded only for the largest numbers. A result has
-    three parts:
+    A run is called a sample. `scores` counts the right answers for several numbers of model calls and of
+    samples. The outputs belong to the largest numbers. Yields tuples of three parts:
 
     - outputs of the selected samples, one for each puzzle
-    - outputs of all samples. The samples of a puzzle are next to each other
+    - outputs of all samples, ordered by puzzle
     - indices of the selected samples, int64 [puzzles]. -1 means that a search model (LDT) has no answer
 
-    With `retry_samples`, puzzles without an answer run again at the end, with the samples that they have not
-    had. The results of such a puzzle are those of its second run.
+    With `scores.settings.retry_samples`, puzzles without an answer run again at the end, with other random
+    numbers. Their outputs are those of the second run.
 
-    reasoning: Settings of the model. Its max_steps is the largest number of model calls.
+    reasoning: Settings of a run. Its max_steps is the largest number of model calls.
     num_slots: Batch size of this rank. Each sample takes one position of the batch.
     vocab_size: Number of tokens.
     runs_all: Whether all samples of a search model (LDT) run to their end. If False, the first sample that
@@ -271,7 +268,6 @@ def _run_settings(
     on_step: OnStep,
     first_sample: int = 0,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-    """Does the work of `run_settings` without a retry. first_sample: Number of the first sample."""
     settings, num_samples = scores.settings, scores.settings.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)
     watched = HaltingModel(history).eval()
@@ -285,13 +281,10 @@ def _run_settings(
     }  # attempts by their steps
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        """Stores the outputs of samples that have just made one of the numbers of steps to evaluate.
-
-        If a sample halts before, its output is stored for all larger numbers of steps. Then calls on_step.
-        """
         carry = output.carry
         needed_state = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for num_steps, parts in waiting.items():
+            # A sample that has halted counts for all larger numbers of steps, too.
             is_here = (carry.steps == num_steps) | (carry.halted & (carry.steps < num_steps))
             if (is_here & carry.data.is_real).any():
                 slots = (is_here & carry.data.is_real).nonzero().flatten()
@@ -299,11 +292,8 @@ def _run_settings(
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-        """Counts the right answers to puzzles if all their samples have made the steps or have halted.
-
-        Does this for every number of steps to evaluate. Yields the results for the largest number.
-        """
         for num_steps in settings.steps:
+            # Puzzles whose samples have all made these steps, or have halted.
             if (complete := _pop_complete(waiting[num_steps], num_samples)) is None:
                 continue
             chosen = scores.add(num_steps, complete)
@@ -322,10 +312,9 @@ def _run_settings(
 
 
 def _pop_complete(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Removes the puzzles that have all their samples (runs) in `parts`, and returns their outputs.
+    """Removes the puzzles that have all their samples (runs) in `parts`, and joins their outputs.
 
-    The output is sorted by puzzle, then by sample. Its `rows` are puzzle indices, and all samples count as
-    halted. Returns None if there is no such puzzle. Other outputs stay in `parts`.
+    The result is ordered by puzzle, then by sample. Returns None if no puzzle has all its samples.
 
     parts: Outputs of samples, in any order. The list is changed in place.
     """

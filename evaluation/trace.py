@@ -18,7 +18,7 @@ MOST_TOKENS = 31  # bits of a mask. A browser's integers have 32 bits
 
 
 class Trace(NamedTuple):
-    """The answers of a model to a batch of puzzles after each thinking step (call of the model).
+    """The answers of a model to a batch of puzzles, after each call ("step").
 
     preds          uint8 or int32 [batch, steps, seq_len]: Most likely token of each cell.
     confidence     float32 [batch, steps, seq_len]: Probability of this token.
@@ -39,9 +39,9 @@ class Trace(NamedTuple):
 
     @property
     def halting_steps(self) -> np.ndarray:
-        """Returns after which step (from 1) the model would stop, for each puzzle: int64 [batch].
+        """The step (from 1) after which the model would stop, for each puzzle: int64 [batch].
 
-        If it would never stop, this is the last step.
+        If the model would never stop, this is the last step.
         """
         first = self.wants_to_halt.argmax(axis=1)
         return np.where(self.wants_to_halt.any(axis=1), first, self.wants_to_halt.shape[1] - 1) + 1
@@ -49,13 +49,12 @@ class Trace(NamedTuple):
 
 @torch.inference_mode()
 def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps: int | None = None) -> Trace:
-    """Runs a model on a batch, and returns its answers after each thinking step (call of the model).
-
-    Runs in one process.
+    """Calls a model several times on a batch, and returns all its answers.
 
     model: Model in evaluation mode.
     seed: Seed of the random noise.
-    max_steps: Largest number of steps. If None, or if larger, it is the number of steps of an evaluation.
+    max_steps: Largest number of calls. It has no effect if an evaluation makes fewer calls. If None, the
+    number of calls of an evaluation.
     """
     assert not model.training
     reasoning = dataclasses.replace(model.eval_reasoning("max"), halting="max")  # for a search, too
@@ -73,9 +72,9 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
 
 
 def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
-    """Returns the answers after one thinking step (call of the model), from its output.
+    """Returns the answers after one call of the model, from its output.
 
-    The arrays of the `Trace` have no axis "steps". Example: preds is [batch, seq_len].
+    The arrays have no axis "steps". Example: preds is [batch, seq_len].
     """
     logits, state = output.prediction.logits, output.carry.state
     candidates = torch.zeros(len(logits), 0, dtype=torch.int64)

@@ -124,10 +124,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
-    """Returns the command line that reproduces the benchmark result on another machine.
-
-    It contains neither paths of this machine nor its number of processes.
-    """
+    # Without paths of this machine, so that the command also works on others.
     command = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     command += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
     command += f" --dtype {forward_dtype}"
@@ -135,13 +132,6 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
-    """Runs the benchmark task with several seeds, and prints a line for each seed.
-
-    Returns the dict that the program prints as JSON: statistics over the seeds, facts about the machine, and
-    the list "runs" with the results of each seed.
-
-    with_test_time: Whether to also evaluate the models with more model calls and more runs of each puzzle.
-    """
     rerun.check(seeds)
     data_seconds = rerun.build_data()
     runs = []
@@ -172,10 +162,6 @@ def _describe(rung: Rung, run: dict[str, Any]) -> str:
 
 
 def is_busy(run: dict[str, Any]) -> bool:
-    """Returns whether a run's time is unreliable, because other programs used too many cores.
-
-    run: Results of one seed. If "other_cores" is None, the load is unknown, and the result is False.
-    """
     return run["other_cores"] is not None and run["other_cores"] > BUSY_CORES
 
 

@@ -96,8 +96,8 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
 
     plan: Content of records/comparison.yaml: models and trainings.
     folder: Folder for data, runs and results.
-    dtype: Dtype of the trainings, such as "bfloat16". If None, it is the dtype of earlier trainings in the
-    folder, or else the fast one on this machine.
+    dtype: Dtype of the trainings, such as "bfloat16". If None, the dtype of earlier trainings in the folder,
+    or else the fast one on this machine.
     """
     before = read_json(folder / _JSON) if (folder / _JSON).exists() else {"results": []}
     results, tuned = before["results"], before.setdefault("tuning", {})
@@ -146,6 +146,7 @@ def tune(
     plan: Content of records/comparison.yaml.
     model_name: Name of the model in the plan.
     folder: Folder of the comparison.
+    forward_dtype: Dtype, unless the plan sets one for the model.
     """
     tuning = plan["tuning"]
     overrides = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
@@ -165,10 +166,10 @@ def build_rerun(
     *overrides: str,
     forward_dtype: NumberFormat,
 ) -> Rerun:
-    """Prepares one training of the comparison. Builds its dataset if it is missing.
+    """Prepares one training of the comparison. The method `train` of the result starts it.
 
-    Returns a `Rerun` object. Its method `train` starts the training. The number of training steps is
-    computed, so that the training costs the planned number of operations.
+    Builds the dataset if it is missing. Chooses the number of training steps so that the training costs the
+    planned number of operations.
 
     plan: Content of records/comparison.yaml.
     model_name: Name of the model in the plan.
@@ -200,8 +201,8 @@ def build_rerun(
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     """Trains and evaluates a model with one seed. Returns a dict with accuracies and costs.
 
-    "accuracies" and "gigaflops" of the returned dict are lists with two values. The first is measured with
-    the usual number of model calls per puzzle, the second with more calls.
+    "accuracies" and "gigaflops" of the dict are lists with two values. The first is measured with the usual
+    number of model calls per puzzle, the second with more calls.
 
     rerun: The training, as `build_rerun` returns it.
     """
@@ -255,22 +256,12 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
 
 
 def _overrides(plan: dict[str, Any], model_name: str) -> list[str]:
-    """Returns the key=value arguments of pretrain.py for a model of the comparison.
-
-    plan: Content of records/comparison.yaml. model_name: Name of the model.
-    """
     model = plan["models"][model_name]
     shared = [override for group in model["groups"] for override in plan["groups"][group]]
     return [*plan["common"], *shared, *model["words"]]
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns how many GFLOP an answer costs, as a list of two means over seeds.
-
-    The first value is for the usual number of model calls, the second for more calls.
-
-    rows: Results of one model, one dict for each seed.
-    """
     return [fmean(costs) for costs in zip(*(row["gigaflops"] for row in rows), strict=True)]
 
 
@@ -279,12 +270,6 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def _mean(values: Iterable[float], *, interval: bool = False) -> str:
-    """Formats the mean and the standard deviation of values: "0.500 +- 0.023".
-
-    If there is only one value: "0.500".
-
-    interval: Whether to append the 95 % interval of the mean, such as " [0.420, 0.580]".
-    """
     numbers = list(values)
     mean, deviation = mean_and_deviation(numbers)
     text = f"{mean:.3f}"

@@ -26,7 +26,8 @@ _RUN_CONFIGS = ("seed_*/run/config.yaml", "seed_*/training_*/run/config.yaml", "
 def training_device(config: PretrainConfig, *, processes: int) -> torch.device:
     """Returns the device on which trainings with this config run.
 
-    Several processes use the CPU instead of mps. Raises ValueError if the device of the config is missing.
+    With several processes, it is the CPU instead of mps. Raises ValueError if the device of the config is
+    missing.
     """
     device = choose_device(config.device)
     return torch.device("cpu") if device.type == "mps" and processes > 1 else device
@@ -70,24 +71,16 @@ def find_format(
 
 
 def write_format(folder: Path, number_format: NumberFormat) -> None:
-    """Stores the dtype of a folder's trainings in format.json. Call it before the first training.
-
-    number_format: Dtype, such as "bfloat16".
-    """
     write_json(folder / _FILE, {"forward_dtype": number_format})
 
 
 def _stored_format(folder: Path) -> NumberFormat | None:
-    """Returns the dtype of the trainings in a folder. None if there are no trainings.
-
-    It is read from format.json. Folders of older versions lack this file. Then it is read from the config of
-    a run. Raises ValueError if the dtype in format.json is unknown.
-    """
     path = folder / _FILE
     if path.exists():
         if (number_format := read_json(path).get("forward_dtype")) not in FORMATS:
             known = " or ".join(FORMATS)
             raise ValueError(f"{path}: forward_dtype={number_format!r} is unknown. Set it to {known}.")
         return number_format
+    # Folders of older versions have no format.json.
     found = (config for pattern in _RUN_CONFIGS for config in folder.glob(pattern))
     return next((format_of(read_yaml(config)) for config in found), None)

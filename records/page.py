@@ -30,7 +30,7 @@ _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # records on each side, to sm
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
     """Returns the new contents of README.md, records/README.md and docs/curve.svg: {path: text}.
 
-    In the two pages, only the part between two marker lines changes. Raises ValueError if a page lacks them.
+    Both pages change only between two marker lines. Raises ValueError if a page lacks them.
 
     root: Folder of the repository.
     folder: Folder records/, from which the results are read.
@@ -64,12 +64,6 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
 
 
 def _rows(rung: Rung, entries: list[dict[str, Any]]) -> list[list[str]]:
-    """Returns the table rows of a benchmark task, one list of cells for each result.
-
-    If there are no results, the only row says "no record yet".
-
-    entries: Results of the task, the entries of its record.json.
-    """
     head = [f"`{rung.name}`", rung.what, f"{_metric(rung)} {rung.goal:g} in {duration(rung.seconds)}"]
     if not entries:
         return [[*head, "no record yet", *[""] * (len(_COLUMNS) - len(head) - 1)]]
@@ -106,7 +100,6 @@ def _seconds(rung: Rung, entry: dict[str, Any]) -> str:
 
 
 def _machine(entry: dict[str, Any]) -> str:
-    """Returns the machine and the dtype as text: "AMD EPYC 9454 (avx512_bf16), bfloat16"."""
     instruction_set = entry["instruction_set"]
     instruction_set = "instruction set unknown" if instruction_set == "unknown" else instruction_set
     return f"{entry['cpu']} ({instruction_set}), {entry['forward_dtype']}"
@@ -120,13 +113,6 @@ def _p(entry: dict[str, Any]) -> str:
 
 
 def _thinking_longer(rung: Rung, entry: dict[str, Any]) -> str:
-    """Returns the accuracy with more model calls and more runs of each puzzle.
-
-    Example: "0.991 (32 steps, 4 samples)". A sample is one run of a puzzle. Returns "" if the accuracy was
-    not measured for every seed.
-
-    entry: Results of the benchmark task `rung`.
-    """
     settings = [run["test_time"][-1] for run in entry["runs"] if run.get("test_time")]
     if len(settings) < entry["seeds"]:
         return ""
@@ -146,7 +132,7 @@ def _metric(rung: Rung) -> str:
 
 
 def draw_curves(rung: Rung, entry: dict[str, Any], folder: Path) -> str:
-    """Returns an SVG file as text: test accuracy over training minutes, with one line for each seed.
+    """Returns an SVG file as text: test accuracy over training minutes, for each seed.
 
     A dashed line shows the goal. Faint lines show the smoothed accuracy on training puzzles.
 

@@ -31,13 +31,13 @@ def write_record(
     command: str,
     folder: Path = FOLDER,
 ) -> Path:
-    """Stores the results of a benchmark task in its record.json, and short logs.
+    """Stores the results of a benchmark task in record.json, and a log per seed.
 
-    There is one log for each seed. Replaces earlier results with the same instruction set and dtype. If they
-    have another `change`, a summary of them is added to "history". Returns the folder of the logs.
+    Replaces earlier results with the same instruction set and dtype. If their sentence `change` is another
+    one, a summary of them is added to "history". Returns the folder of the logs.
 
     result: What `python -m records` prints as JSON.
-    rows: {seed: records of the log}.
+    rows: {seed: records of the log}. The stored logs are shortened.
     change: Sentence that says what is new.
     command: Command that produced the results.
     folder: Folder that contains a folder for each task.
@@ -85,9 +85,9 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def best_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the results with the most seeds, from all results of a benchmark task.
+    """Returns the result with the most seeds from all results of a benchmark task.
 
-    If several have as many seeds, returns the newest one.
+    If several results have as many seeds, returns the newest one.
     """
     return max(entries, key=lambda entry: (entry["seeds"], entry["date"]))
 
@@ -98,9 +98,9 @@ def logs_of(entry: Mapping[str, Any]) -> str:
 
 
 def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
-    """Returns the records in the stored log of a training.
+    """Returns the stored log of a training as a list of dicts.
 
-    Example of a record: {"step": 100, "train/lm_loss": 0.5}.
+    Example of a dict: {"step": 100, "train/lm_loss": 0.5}.
 
     folder: Folder of the benchmark task, with record.json.
     entry: Entry of record.json.
@@ -113,9 +113,8 @@ def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
 def thin(rows: Sequence[Row]) -> list[Row]:
     """Returns a shortened copy of a log.
 
-    It contains at most 200 evenly spaced records, the last record, and all records with an evaluation. Only
-    metrics of evaluations and the keys in _KEPT remain, such as "train/lm_loss". Values are rounded to five
-    digits.
+    It contains at most 200 evenly spaced records, the last record, and all records with an evaluation. Of the
+    training metrics, it has only a few, such as "train/lm_loss". Values are rounded to five digits.
 
     rows: Records of the log.
     """

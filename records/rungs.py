@@ -28,8 +28,8 @@ class Rung:
         seconds: Time limit for a seed: building the data, training and evaluation.
         judge: Arguments of evaluate.py for the evaluation that counts. If "", the last evaluation during
             training counts.
-        test_time: Arguments of evaluate.py for an evaluation with more thinking steps. Its time does not
-            count.
+        test_time: Arguments of evaluate.py for an evaluation with more model calls or more runs of each
+            puzzle. Its time does not count.
         metric: Metric to compare with the goal, averaged over test sets.
         processes: Number of processes, with one thread each.
     """

@@ -42,14 +42,14 @@ _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 
 
 class Rerun:
-    """Runs a benchmark task in a folder: builds its data, then trains and evaluates with any seed.
+    """Runs a benchmark task in a folder: builds its data, trains, and evaluates.
 
     rung: Benchmark task.
     folder: Folder for data, runs and measured times.
     source: Path of external data. None if the task needs none.
     overrides: key=value arguments of pretrain.py that change the task's config.
-    dtype: Dtype name, such as "bfloat16". If None, it is the dtype of earlier trainings in the folder, or
-    else the fast one on this machine.
+    dtype: Dtype, such as "bfloat16". If None, the dtype of earlier trainings in the folder, or else the fast
+    one on this machine.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Rerun:
 
     @functools.cached_property
     def forward_dtype(self) -> NumberFormat:
-        """The dtype name of all trainings in the folder, such as "bfloat16".
+        """The dtype of all trainings in the folder, such as "bfloat16".
 
         Raises ValueError if it differs from the requested one.
         """
@@ -74,10 +74,7 @@ class Rerun:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """The machine and the versions, as a dict.
-
-        Its keys are "cpu", "instruction_set", "cores", "torch" and "forward_dtype".
-        """
+        """Facts about the machine, with the keys "cpu", "cores", "torch" and others."""
         versions = {"cores": num_cores(), "torch": torch.__version__}
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 
@@ -95,7 +92,7 @@ class Rerun:
                     fail(f"{self.folder} has a run of another recipe ({changes}). Choose another --folder.")
 
     def build_data(self) -> float:
-        """Builds the datasets, unless the folder has them. Returns how many seconds the building took.
+        """Builds the datasets, unless the folder has them. Returns the seconds that building took.
 
         Exits the program if the folder has datasets that were built with other options.
         """
@@ -115,10 +112,9 @@ class Rerun:
     def train(self, seed: int, *, data_seconds: float) -> dict[str, Any]:
         """Trains with one seed to the end, and evaluates. An interrupted training continues.
 
-        Returns a dict with the accuracy and these keys, among others. "seconds": data_seconds plus the time
-        of trainings and evaluations. "processor_hours": CPU time of all processes, also of building the data.
-        "petaflops": operations of the trainings, in 1e15. "other_cores": mean number of cores that other
-        programs used during a training or an evaluation (the largest of these means), or None.
+        Returns a dict with the accuracy, and among others "seconds" (data_seconds plus the time of trainings
+        and evaluations), "processor_hours" (CPU time, also of building the data), "petaflops" (operations of
+        the trainings, in 1e15), and "other_cores" (mean number of cores that other programs used, or None).
 
         Exits the program if a training fails or is stopped early.
 
@@ -165,9 +161,9 @@ class Rerun:
         }
 
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
-        """Returns the log of a seed's last training as dicts. Adds the key "seconds" to each record.
+        """Returns the log of the last training with a seed, as a list of dicts.
 
-        It is the time to build the data and to train up to this record.
+        Each dict has the additional key "seconds": the time to build the data and to train up to this point.
 
         data_seconds: Seconds that building the data took.
         """
@@ -180,12 +176,11 @@ class Rerun:
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
-        """Evaluates the trained model with more model calls and more runs of each puzzle.
+        """Evaluates the trained model with more calls and more runs of each puzzle.
 
-        If this was done before, only reads the results. Returns a list of results, such as {"steps": 32,
-        "samples": 4, "exact_accuracy": 0.99, "calls": 110.5}. "samples" is the number of runs of each puzzle.
-        "calls" is the mean number of model calls for a puzzle. Values are means over test sets. The last
-        result is for the most steps and samples. It also has the metric of the benchmark task.
+        Returns a list of results, one for each combination of both numbers. Example: {"steps": 32, "samples":
+        4, "exact_accuracy": 0.99, "calls": 110.5}, for up to 32 calls in each of 4 runs. "calls" is the mean
+        number of calls for a puzzle in all runs. The last result also has the metric of the benchmark task.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -202,14 +197,6 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, template: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        """Evaluates the trained model of a seed, unless `folder` contains the results already.
-
-        Returns a list of dicts: {metric: value} for each test set.
-
-        template: Arguments of evaluate.py. "{data}" and "{more_data}" in it stand for the dataset folders.
-        folder: Folder for the results.
-        clock: Clock that measures the time.
-        """
         if not (folder / EVALUATION_FILE).exists():
             data = {name: self.folder / name for name in ("data", "more_data")}
             overrides = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
@@ -226,12 +213,10 @@ class Rerun:
         return self.folder / "data.clock.json"
 
     def run_folder(self, seed: int) -> Path:
-        """Returns the run folder of the seed's last training. This training is evaluated."""
         return self.folder / f"seed_{seed}" / "run"
 
     @functools.cached_property
     def _configs(self) -> list[PretrainConfig]:
-        """The config of each training of seed 0. A later training starts from an earlier one."""
         return [compose_overrides(PretrainConfig, recipe) for _, recipe in self._recipes(0)]
 
     @functools.cached_property
@@ -239,20 +224,11 @@ class Rerun:
         return training_device(self._configs[-1], processes=self.rung.processes)
 
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
-        """Yields (run folder, arguments of pretrain.py) for each training of a seed.
-
-        A benchmark task may have several trainings, one after the other. All use `self.forward_dtype`, unless
-        their config sets a dtype.
-        """
         word = f"{FORMAT_KEY}={self.forward_dtype}"
         for (run, recipe), config in zip(self._recipes(seed), self._configs, strict=True):
             yield run, [*recipe, word] if config.arch.forward_dtype == "auto" else recipe
 
     def _recipes(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
-        """Yields (run folder, arguments of pretrain.py) for each training of a seed.
-
-        The arguments are those of the benchmark task and `self.overrides`. `_trainings` adds the dtype.
-        """
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
         last = len(self.rung.trainings)
@@ -265,7 +241,7 @@ class Rerun:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns a metric of the last evaluation in the log, as mean over test sets.
+    """Returns the mean of a metric over test sets, in a log's last evaluation.
 
     Returns None if the metric was not logged.
 
@@ -283,8 +259,7 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
 def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
     """Runs a command to its end. Its output is appended to the file `log`.
 
-    If the command fails, exits this program with the command's error message. If a signal stops this program,
-    the command is terminated first, and can save its state.
+    If the command fails, exits this program with the command's error message.
 
     clock: Clock that measures the time of the command.
     """
@@ -298,7 +273,7 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
                 clock.tick()
         finally:
             if process.poll() is None:
-                process.terminate()
+                process.terminate()  # it saves its state
                 process.wait()
     if process.returncode:
         text = log.read_bytes()[begin:].decode(errors="replace")
@@ -306,9 +281,9 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
 
 
 class Clock:
-    """Measures the time of a program: the total time of all `with` blocks.
+    """Measures the total time of all its `with` blocks, and saves it to a file.
 
-    The time is saved to a file. A `Clock` with the same file continues it, for example after an interruption.
+    A `Clock` with the same file continues the time, for example after an interruption.
 
     path: File for the time.
     log: Log of the training (metrics.jsonl), or None.
@@ -329,7 +304,7 @@ class Clock:
 
     @property
     def other_cores(self) -> float | None:
-        """Returns the mean number of cores that other programs used while the clock ran. None if unknown."""
+        """The mean number of cores that other programs used while the clock ran, or None."""
         return round(self._others / self._others_of, 2) if self._others_of else None
 
     def __enter__(self) -> "Clock":
@@ -341,10 +316,7 @@ class Clock:
         return self
 
     def tick(self) -> None:
-        """Updates the time of this clock, and saves it once a second.
-
-        Call it often in the `with` block. Also stores when each new record appeared in the log.
-        """
+        """Updates the measured time. Call it often in the `with` block."""
         self.seconds = self._before + time.perf_counter() - self._began
         self._read = min(self._read, self._log_size())  # a run that continues first truncates its log
         if self._log_size() > self._read:

@@ -25,13 +25,7 @@ _STYLE = f"""{SVG_STYLE}.big{{font-size:30px;font-weight:650;fill:var(--ink)}}
 
 
 class _Frame(NamedTuple):
-    """One frame of the animation: a grid, with a title and a text beside it.
-
-    paints   {(row, column): colors and symbol of the cell}
-    changes  (row, column, colors and symbol) of cells that differ from the previous frame
-    """
-
-    paints: dict[tuple[int, int], Paint]
+    paints: dict[tuple[int, int], Paint]  # look of the cell at (row, column)
     title: str
     text: str
     changes: Sequence[tuple[int, int, Paint]] = ()  # (row, column, look) that differ from the previous frame
@@ -40,8 +34,8 @@ class _Frame(NamedTuple):
 def draw_animation(answer: Answer) -> str:
     """Returns an animated SVG file as text: a puzzle, then the answer after each step.
 
-    A step is one call of the model. `_shown_steps` says which steps are shown. A frame draws only the cells
-    that changed, on top of the earlier frames.
+    A step is one call of the model. The last steps are left out if they do not change the answer and the
+    model would already stop.
     """
     steps = _shown_steps(answer)
     frames = list(_frames(answer, steps))
@@ -79,10 +73,6 @@ def draw_animation(answer: Answer) -> str:
 
 
 def _movement(num_steps: int) -> str:
-    """Returns CSS that fades in one frame after the other, in an endless loop.
-
-    num_steps: Number of frames after the first frame. The first one shows the puzzle and is always visible.
-    """
     total_seconds, lines = _PUZZLE_SECONDS + _STEP_SECONDS * (num_steps - 1) + _LAST_SECONDS, []
     for step in range(num_steps):
         begin = _PUZZLE_SECONDS + _STEP_SECONDS * step
@@ -95,14 +85,10 @@ def _movement(num_steps: int) -> str:
 
 
 def _shown_steps(answer: Answer) -> list[Step]:
-    """Returns the steps (model calls) to show: all steps up to a last one.
-
-    The last one is the step from which the answer no longer changes. If the model would stop only after a
-    later step, the last one is that step.
-    """
     steps = answer.steps[: answer.number]
     same = itertools.takewhile(lambda step: np.array_equal(step.grid, answer.grid), reversed(steps))
     first = len(steps) - len(list(same)) + 1
+    # A step that only makes the model stop is shown, too.
     return steps[: max(first, min(answer.halting_step or len(steps), len(steps)))]
 
 

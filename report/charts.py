@@ -97,8 +97,6 @@ def line_chart(
 ) -> Chart | None:
     """Draws lines into one chart. Returns None if there are no points.
 
-    If a line has more than _MOST_POINTS (240) points, neighboring points are replaced by their mean.
-
     share: Whether the y values are fractions in [0, 1]. It selects the format of the numbers.
     log_x: Whether the x axis is logarithmic.
     log_y: Whether the y axis is logarithmic. Has no effect if a y value is not positive.
@@ -149,9 +147,9 @@ def line_chart(
 def bar_chart(
     title: str, stacks: Sequence[tuple[str, str, Sequence[int]]], *, x_label: str, caption: str = ""
 ) -> Chart:
-    """Draws a chart with a bar at each x = 1, 2, ... A bar is divided into layers of different colors.
+    """Draws a chart with stacked bars at x = 1, 2, ...
 
-    stacks: List of layers: (name in the legend, name of a color, heights at x = 1, 2, ...).
+    stacks: For each part of the bars: (name in the legend, name of a color, heights at x = 1, 2, ...).
     """
 
     def draw(axes) -> list[list[Any]]:
@@ -255,9 +253,9 @@ def _format_axes(
 
 
 def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], caption: str) -> Chart:
-    """Creates a chart: calls `draw` with new matplotlib axes, and converts the drawing to SVG.
+    """Lets `draw` draw on new matplotlib axes, and converts the drawing to an SVG chart.
 
-    draw: Function that draws on the axes. It returns tooltips [x, y, text] in data units.
+    draw: Function that takes the axes. It returns tooltips [x, y, text] in data units.
     legend: List of (text, name of a color).
     caption: Text below the chart.
     """
@@ -279,10 +277,6 @@ def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], cap
 
 
 def _as_inline(svg: str, title: str) -> str:
-    """Converts an SVG file from matplotlib to an SVG element for an HTML page.
-
-    The colors become CSS variables of the page. Namespaces, sizes and most ids are removed.
-    """
     head, _, body = svg[svg.index("<svg") :].partition(">")
     head = re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", head)
     head = head.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"')
@@ -323,7 +317,6 @@ def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> 
 
 
 def _thinned(line: Line) -> Line:
-    """Returns a line with at most 240 points (_MOST_POINTS): means of neighboring points if it has more."""
     if len(line.x) <= _MOST_POINTS:
         return line
     size = -(-len(line.x) // _MOST_POINTS)

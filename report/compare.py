@@ -71,10 +71,10 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 
 
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
-    """Draws one chart for each metric, with a curve for each run.
+    """Draws a chart for each metric, with one curve per run, over steps or time.
 
-    The metrics are accuracy, loss and others. A metric that no run has logged gets no chart. If a group has
-    several runs, the chart also has a curve of their mean. It ends where the shortest run ends.
+    Metrics that no run has logged are left out. If a group has several runs, the chart also has a curve of
+    their mean. It ends where the shortest run ends.
 
     groups: Groups of runs that differ only in their seed.
     axis: Unit of the x axis: "training steps", "examples", "petaflops" or "seconds".
@@ -97,11 +97,6 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
 
 
 def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
-    """Returns the points of a metric of a run: (values of x, values of y). None if the log lacks them.
-
-    metric: Name in the log, such as "train/lm_loss". "{set}" in the name stands for the first test set.
-    axis: Unit of x: "training steps", "examples", "petaflops" or "seconds".
-    """
     if "{set}" in metric and not run.eval_sets():
         return None
     steps, values = run.curve(metric.format(set=next(iter(run.eval_sets()), "")))

@@ -17,11 +17,11 @@ def compute_chart(
 ) -> Chart | None:
     """Draws accuracy over the number of model calls per puzzle.
 
-    There is one line for each number of samples. A sample is one run of a puzzle. Returns None if there are
-    no points.
+    There is one line for each number of samples. A sample is one of several runs of a puzzle. Returns None if
+    there are no points.
 
-    settings: Results of one test set, the list "corners" of scaling.json. Example of an entry: {"steps": 32,
-    "samples": 4, "ways": {"vote": {"calls": 110.5, "exact_accuracy": 0.99, ...}}}.
+    settings: Results of one test set, the list "corners" of the file scaling.json. Example of an entry:
+    {"steps": 32, "samples": 4, "ways": {"vote": {"calls": 110.5, "exact_accuracy": 0.99, ...}}}.
     by: Rule that selects one of the samples, such as "vote". It is a key of "ways".
     has_oracle: Whether dashed lines show the fraction of puzzles with at least one correct sample.
     options: More arguments of `line_chart`.
@@ -42,9 +42,8 @@ def compute_chart(
 def compute_picture(scaling: Mapping[str, Any]) -> str:
     """Returns an SVG file as text: accuracy over the number of model calls per puzzle.
 
-    There is one chart for each test set and each rule. A rule selects one of several runs of a puzzle.
-
-    scaling: Content of scaling.json, a result file of evaluate.py with at least one test set.
+    scaling: Content of scaling.json, a result file of evaluate.py with at least one test set. Each test set
+    has one chart for each rule that selects one of several runs of a puzzle.
     """
     sets = scaling["sets"]
     panels = [

@@ -126,10 +126,6 @@ def _outline(workspace: Any) -> None:
 
 
 def _save(workspace: Any) -> None:
-    """Creates the dashboard at W&B, and prints its URL.
-
-    Raises ValueError if no user is logged in to W&B, or if W&B rejects the dashboard.
-    """
     import wandb
 
     if not has_wandb_login():

@@ -75,9 +75,9 @@ def write_report(
 
 
 def report_run(folder: Path) -> None:
-    """Writes the report of a finished training into its run folder. Errors become warnings.
+    """Writes the report of a finished training into its run folder, on rank 0.
 
-    On ranks other than 0, does nothing.
+    Errors become warnings. On other ranks, does nothing.
     """
     if is_main():
         try:
@@ -96,7 +96,9 @@ def write_evaluation_report(
     batch_size: int,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Runs the model on test puzzles, and writes report.html into the run folder. Only rank 0 calls it.
+    """Lets the model solve test puzzles, and writes report.html into the run folder.
+
+    Only rank 0 calls it.
 
     evaluation: Folder with the results of the evaluation.
     seed: Seed of the random noise of the model.
@@ -110,10 +112,11 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Writes an SVG chart of accuracy over network calls. Without matplotlib, only warns.
+    """Writes an SVG chart of accuracy over the number of model calls.
 
-    scaling: Content of scaling.json: accuracies for several numbers of network calls. If it has no test sets,
-    nothing is written.
+    If matplotlib is missing, only logs a warning. If `scaling` has no test sets, does nothing.
+
+    scaling: Content of scaling.json, a result file of evaluate.py.
     """
     if importlib.util.find_spec("matplotlib") is None:
         log.warning(f"{path.name} not written: matplotlib is missing. Run pip install matplotlib.")
@@ -122,13 +125,15 @@ def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
 
 
 def check_packages() -> None:
-    """Raises ValueError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("a report needs matplotlib. Run pip install matplotlib.")
 
 
 def render(template: str, **values: Any) -> str:
-    """Returns the HTML of a jinja2 template of this folder, such as "run.html.jinja". Escapes the values."""
+    """Fills a jinja2 template of this folder, such as "run.html.jinja". Returns the HTML.
+
+    values: Values of the template's variables. Special characters of HTML are escaped.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}

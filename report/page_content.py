@@ -31,7 +31,7 @@ from training.code import CHANGES
 
 
 def page_values(run: RunRecord, traced: TracedPuzzles | None) -> dict[str, Any]:
-    """Returns what the HTML template run.html.jinja shows: {variable of the template: value}.
+    """Returns the values of the variables in the HTML template run.html.jinja.
 
     traced: Answers of the model to some test puzzles. If None, the page shows no puzzles.
     """
@@ -55,7 +55,6 @@ def page_values(run: RunRecord, traced: TracedPuzzles | None) -> dict[str, Any]:
 
 
 def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
-    """Returns the subtitle of the page, such as "HRM on 9 x 9 Sudoku"."""
     on = None
     # If a dataset defines its own symbols, the subtitle shows the name of its folder instead.
     if traced and (kind := traced.info.kind) and traced.info.vocabulary is None:
@@ -101,9 +100,9 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
 
 
 def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
-    """Returns how the run was made: list of (name, value). An unknown value is "not recorded".
+    """Returns facts about how the run was made, as a list of (name, value).
 
-    Example: ("optimizer", "optimizer adam_atan2, lr 0.0001").
+    Example: ("optimizer", "optimizer adam_atan2, lr 0.0001"). An unknown value is "not recorded".
     """
     config, start = run.config, run.starts[-1] if run.starts else {}
     commit = start.get("git_commit") or ""
@@ -140,23 +139,16 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
 
 
 def _moment(text: Any) -> str:
-    """Returns "2026-01-31 12:00 UTC" for the time "2026-01-31T12:00:59+00:00" of the log."""
     return str(text)[:16].replace("T", " ") + " UTC" if text else ""
 
 
 def _results_table(run: RunRecord) -> dict[str, Any]:
-    """Returns the table of test results. All values are texts.
-
-    Returns {"sets": names of the test sets, "counts": their numbers of puzzles, "rows": list}. A row has one
-    metric: (metric, its name for readers, [(value, confidence interval) for each test set]).
-
-    Example of a row: ("exact_accuracy", "solved", [("0.913", "0.890 to 0.932")]).
-    """
     drawn = [
         metric
         for metric in metric_names(run.evaluation)
         if "@" not in metric and "_after_step_" not in metric and metric != "count"
     ]
+    # (metric, its name for readers, (value, confidence interval) for each test set)
     rows = [
         (metric, written_name(metric), [_cell(values, metric) for values in run.evaluation.values()])
         for metric in drawn
@@ -230,14 +222,13 @@ def learning_charts(run: RunRecord) -> list[Chart]:
 
 
 def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
-    """Draws charts of how the model solves test puzzles, for a report.
+    """Draws charts of how the model solves test puzzles.
 
-    The charts are: accuracy after each thinking step (call of the model), the steps after which the model
-    halts, and how well its Q head predicts that an answer is right. If the evaluation has a result file
-    scaling.json, another chart for each test set shows accuracy over model calls. A chart without data is
-    left out.
+    The charts show the accuracy after each thinking step (call of the model), the steps after which the model
+    halts, and how well it predicts that its answer is right. If the run has a file scaling.json, a chart for
+    each test set shows accuracy over model calls. A chart without data is left out.
 
-    traced: Answers of the model to some test puzzles. If None, charts that need them are left out.
+    traced: Answers of the model to some test puzzles, or None.
     """
     drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
     if traced:
@@ -264,11 +255,6 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
 
 
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws the accuracy on test puzzles after each thinking step (call of the model).
-
-    The values come from the last evaluation. If it has no such accuracy, they are computed from `traced`, the
-    answers of the model to some test puzzles. Returns None if neither has them.
-    """
     lines, key = [], "exact_accuracy_after_step_"
     for index, (set_name, values) in enumerate(run.evaluation.items()):
         steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())
@@ -287,7 +273,7 @@ def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart 
             )
         )
     caption = "Fraction of test puzzles solved after each thinking step, with a 95 % interval."
-    if traced and not any(line.x for line in lines):
+    if traced and not any(line.x for line in lines):  # the last evaluation has no such accuracy
         shares, count = accuracy_after_steps(traced), int(traced.has_labels.sum())
         lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
         caption = f"Fraction of the {count:,} puzzles on this page that are solved after each thinking step."

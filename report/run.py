@@ -43,9 +43,9 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the names of the metrics that are special to an architecture.
+    """Returns the names of the metrics that only some architectures have.
 
-    The report shows each of them in a simple chart. Common metrics such as "accuracy" are not included.
+    Common metrics such as "accuracy" are not included.
 
     arch: Name of the architecture, such as "hrm".
     """
@@ -57,7 +57,7 @@ def other_metrics(arch: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What the report reads from a run folder.
+    """The content of a run folder, for reports.
 
     config       content of config.yaml, with defaults for missing keys. Empty if the file is missing
     rows         records of metrics.jsonl, {name: value}, sorted by training step
@@ -91,9 +91,9 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """Returns the name of the architecture in papers, such as "HRM".
+        """The name of the architecture in papers, such as "HRM".
 
-        For a model of a plugin, returns the value of the config key `arch.name`. Returns "" if the run has no
+        For a model of a plugin, this is the value of the config key `arch.name`. It is "" if the run has no
         such key.
         """
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
@@ -112,14 +112,10 @@ class RunRecord:
 
     @property
     def petaflops(self) -> float | None:
-        """Returns the number of floating-point operations of the training, in units of 1e15.
-
-        None if unknown.
-        """
         return (self.curve("train/petaflops")[1] or [None])[-1]
 
     def curve(self, name: str) -> Curve:
-        """Returns (training steps, values) of a metric in the log. NaN and infinite values are left out.
+        """Returns (training steps, values) of a metric in the log, without NaN and infinity.
 
         name: Full name, such as "train/lm_loss".
         """
@@ -127,7 +123,7 @@ class RunRecord:
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
-        """Returns how long the training took up to each logged step: {training step: seconds}.
+        """Returns the training time up to each logged training step: {step: seconds}.
 
         The time of evaluations and checkpoints is not included.
         """
@@ -140,7 +136,7 @@ class RunRecord:
         return seconds
 
     def eval_sets(self, split: str = "eval") -> list[str]:
-        """Returns the names of the test sets in the log. For "eval/all/accuracy", the name is "all".
+        """Returns the names of the test sets in the log, such as "all" for "eval/all/accuracy".
 
         split: First part of the names, such as "eval".
         """
@@ -186,9 +182,9 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
 
 
 def _broken_lines(log: Path) -> list[str]:
-    """Checks the lines of a log. Returns [] or a list with one warning about damaged lines or a missing file.
+    """Returns [warning] if a log is missing or has damaged lines, otherwise [].
 
-    An incomplete last line causes no warning.
+    An incomplete last line causes no warning, because a killed run may leave one.
 
     log: Path of metrics.jsonl.
     """
@@ -222,16 +218,13 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, rows: list[Row], warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Reads the result files metrics.json and scaling.json of evaluate.py. Returns their contents.
+    """Reads the newest results of evaluate.py in a run folder: (metrics.json, scaling.json).
 
-    metrics.json contains {test set: {metric: value}}. If it is missing, its content is {}. scaling.json
-    contains accuracies for several numbers of model calls. If it is missing, its content is None. Problems
-    are appended to `warnings`.
+    If a file is missing, its content is {} or None. Problems are appended to `warnings`.
 
-    evaluation: Folder of the result files. If None, the newest files in the folder evaluation/ of the run are
-    read. A metrics.json then counts only if its folder is named step_<N>. This is the name for an evaluation
-    with default options. A metrics.json also does not count if the log has a newer evaluation of a later
-    training step.
+    evaluation: Folder of the result files. If None, they are searched in the folder evaluation/ of the run.
+    Then a metrics.json counts only if it was computed with default options, and if the log has no newer
+    evaluation of a later training step.
     rows: Records of the log.
     """
     last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)
@@ -263,16 +256,11 @@ def _read_evaluation(
 
 
 def _typed(row: Any, types: Mapping[str, type]) -> Row:
-    """Returns only those values of a record that have the expected type, because the file may be damaged.
-
-    types: {name: expected type}. Values with other names are removed.
-    """
-    row = row if isinstance(row, dict) else {}
+    row = row if isinstance(row, dict) else {}  # the file may be damaged
     return {name: value for name, value in row.items() if isinstance(value, types.get(name, ()))}
 
 
 def _can_be_drawn(scaling: Any) -> bool:
-    """Returns whether a file's content has the format of scaling.json, and a test set."""
     try:
         for content in scaling["sets"].values():
             by = next(iter(content["corners"][0]["ways"]))
@@ -286,12 +274,6 @@ def _can_be_drawn(scaling: Any) -> bool:
 
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Returns the last evaluation in the log, {test set: {metric: value}}, with confidence intervals.
-
-    Returns {} if the log has no evaluation.
-
-    rows: Records of the log, sorted by training step.
-    """
     for row in reversed(rows):
         results = metrics_by_set({name: value for name, value in row.items() if is_number(value)})
         if results:

@@ -21,7 +21,6 @@ from tuning.study import Study
 
 
 def write_page(study: Study, path: Path) -> None:
-    """Writes the HTML page of a hyper-parameter search to `path`. The search calls it after each trial."""
     best = study.best()
     text = render(
         "study.html.jinja",
@@ -42,7 +41,6 @@ def write_page(study: Study, path: Path) -> None:
 
 
 def _charts(study: Study) -> list[Chart]:
-    """Draws the charts of the page: the best result so far, all evaluations, and each hyper-parameter."""
     complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
     choose = min if study.selection.lowest_is_best else max
     numbers, values = [trial.number for trial in complete], [trial.value for trial in complete]
@@ -75,11 +73,11 @@ def _parameter_chart(
 ) -> Chart | None:
     """Draws the results of all trials (trainings) over the value of one hyper-parameter.
 
-    key: Name of the hyper-parameter. If it has a fixed list of choices, the x axis shows their numbers 1, 2,
-    ..., and the caption explains them.
+    key: Name of the hyper-parameter. If it has a list of choices, the x axis shows their numbers 1, 2, ...,
+    and the caption explains them.
     trials: Completed trials.
-    importance: Fraction of the variance of the results that the hyper-parameter explains. It is added to the
-    caption.
+    importance: Fraction of the variance of the results that the hyper-parameter explains, or None. The
+    caption shows it.
     """
     of = study.space.parameters[key]
     is_choice = isinstance(of, CategoricalDistribution)
@@ -102,10 +100,7 @@ def _parameter_chart(
 
 
 def _importances(study: Study) -> dict[str, float]:
-    """Returns how much each hyper-parameter matters: {key: fraction of the variance that it explains}.
-
-    Returns {} if Optuna cannot compute it.
-    """
+    # Fraction of the variance of the results that each hyper-parameter explains.
     with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError, ImportError):
         warnings.simplefilter("ignore")  # warnings about few trials, or trials with equal values
         return optuna.importance.get_param_importances(study.optuna)

@@ -33,7 +33,7 @@ _ALWAYS_SHOWN = ("arch.name", "halting")  # accuracies with other values of thes
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A group of trainings that differ only in their seed. It becomes one row of the table.
+    """A group of trainings that differ only in their seed.
 
     label     name of the group in tables and legends
     role      name of the color of its lines in charts
@@ -49,10 +49,10 @@ class Group:
 def without_repeats(
     runs: Sequence[RunRecord], warn: Callable[[str], None] = lambda line: None
 ) -> list[RunRecord]:
-    """Returns the runs without repetitions. Repetitions have the same config, seed and data.
+    """Removes all but one of the runs with the same config, seed and data.
 
-    Of equal runs, the newest finished one is kept. If none has finished, the newest is kept. Runs without a
-    config are always kept.
+    The newest finished one of them is kept. If none has finished, the newest is kept. Runs without a config
+    are always kept.
 
     warn: Function that is called with a text for each removed run.
     """
@@ -68,7 +68,6 @@ def without_repeats(
 
 
 def _settings(run: RunRecord) -> dict[str, Any]:
-    """Returns a run's config without keys that do not change the training, such as run_name."""
     return {
         key: value
         for key, value in run.config.items()
@@ -77,7 +76,6 @@ def _settings(run: RunRecord) -> dict[str, Any]:
 
 
 def _age(run: RunRecord) -> tuple[bool, str]:
-    """Returns (whether the run has finished, time of its last launch), to find the newest finished run."""
     return run.status.get("status") == "finished", str((run.starts or [{}])[-1].get("time", ""))
 
 
@@ -114,41 +112,22 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence[str | None]) -> None:
-    """Adds the key "data" to the configs if a dataset was rebuilt between trainings.
-
-    The configs are changed in place. The value is the start of the dataset's hash, such as "1a2b3c4d".
-
-    configs: Config of each group of runs.
-    fingerprints: Hash of the dataset of each group. None if unknown.
-    """
     found: dict[str, set[str]] = {}
     names = [(fingerprint or "unknown")[:8] for fingerprint in fingerprints]
     for config, name in zip(configs, names, strict=True):
         found.setdefault(str(config.get("data_path")), set()).add(name)
     if any(len(group_names) > 1 for group_names in found.values()):
         for config, name in zip(configs, names, strict=True):
-            config["data"] = name
+            config["data"] = name  # start of the dataset's hash
 
 
 def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
-    """Returns the name of a group of trainings, such as "lr=0.001".
-
-    This means that the group differs from the other groups in lr. If `settings` is empty or has more than
-    _MOST_DIFFERENCES (6) keys, the name starts with the first training. Example: "my_run and 2 more".
-
-    members: Trainings of the group.
-    settings: {config key: value}, for keys that differ between groups.
-    """
     if settings and len(settings) <= _MOST_DIFFERENCES:
         return ", ".join(f"{key.removeprefix('arch.')}={value}" for key, value in settings.items() if value)
     return members[0].name + (f" and {len(members) - 1} more" if len(members) > 1 else "")
 
 
 def _tested(run: RunRecord, metric: str) -> list[float]:
-    """Returns the values of a metric in all evaluations of the log. A value is the mean over test sets.
-
-    metric: Name without split and set, such as "exact_accuracy".
-    """
     curves = [run.curve(f"eval/{set_name}/{metric}")[1] for set_name in run.eval_sets()]
     return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
 
@@ -158,29 +137,15 @@ def _solved(run: RunRecord) -> float | None:
 
 
 def _last_value(run: RunRecord, *, name: str) -> float | None:
-    """Returns the last value of a metric in the log. None if the log lacks it.
-
-    name: Full name, such as "train/lm_loss", or only a metric, such as "accuracy". For a metric, the result
-    is the mean of "eval/<test set>/accuracy" over test sets.
-    """
     return (run.curve(name)[1] or _tested(run, name) or [None])[-1]
 
 
 def _trained_on(run: RunRecord) -> dict[str, float]:
-    """Returns how many test puzzles the model was trained on, from the last evaluation: {test set: number}.
-
-    Sets without this number are left out.
-    """
     curves = {set_name: run.curve(f"eval/{set_name}/trained_on")[1] for set_name in run.eval_sets()}
     return {set_name: values[-1] for set_name, values in curves.items() if values}
 
 
 def _unseen(run: RunRecord) -> float | None:
-    """Returns the accuracy on test puzzles that the model was not trained on.
-
-    It is from the last evaluation, and the mean over test sets. Returns None if the model was trained on no
-    test puzzle, or if the accuracy is unknown.
-    """
     trained_on = _trained_on(run)
     names = {set_name: "unseen/" if trained_on.get(set_name) else "" for set_name in run.eval_sets()}
     curves = [
@@ -238,11 +203,12 @@ class Table:
 
 
 def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -> Table:
-    """Builds a table with one row for each group of trainings that differ only in their seed.
+    """Builds a table with one row for each group of trainings.
 
-    The column "p" is the p-value of a t-test. It compares the accuracies of the row with the accuracies of
-    the first row. Raises ValueError for an unknown column.
+    The column "p" is the p-value of a t-test that compares the accuracies of the row with those of the first
+    row. Raises ValueError for an unknown column.
 
+    groups: Groups of trainings that differ only in their seed.
     columns: Columns to show. A column has a default name such as "solved", or is a metric of the log such as
     "train/lm_loss" or "accuracy" (mean over test sets). If None, all default columns that are not empty.
     """
@@ -285,7 +251,6 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
 
 
 def _unknown_column(column: str, runs: Sequence[RunRecord], usual: Sequence[str]) -> str:
-    """Returns the error message for a column that no run has logged. usual: Names of the default columns."""
     kind = next((part for part in column.split("/")[:-1] if part in kind_names()), None)
     if kind and not any(f"/{kind}/" in name for run in runs for row in run.rows for name in row):
         return (

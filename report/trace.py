@@ -34,7 +34,7 @@ _MOST_CELLS = 6_000_000  # cells over all puzzles and steps; the page then takes
 
 @dataclasses.dataclass(frozen=True)
 class TracedPuzzles:
-    """Test puzzles, and the answers of a model to them after each thinking step (call of the model).
+    """Test puzzles, and the answers of a model to them after each call ("step").
 
     info          description of the dataset
     set_names     name of the test set of each puzzle, [n]
@@ -61,19 +61,16 @@ class TracedPuzzles:
 
     @property
     def is_wrong(self) -> np.ndarray:
-        """Returns which cells are wrong after each thinking step: bool [n, steps, seq_len].
+        """Whether a cell is wrong after each call of the model: bool [n, steps, seq_len].
 
-        A thinking step is one call of the model. Cells that are not scored are not wrong.
+        Cells that are not scored are not wrong.
         """
         labels = self.labels[:, None]
         return (self.trace.preds != labels) & (labels != IGNORE_LABEL_ID)
 
     @property
     def is_right(self) -> np.ndarray:
-        """Returns which puzzles are right after each thinking step: bool [n, steps].
-
-        A thinking step is one call of the model. Right means that all scored cells are right.
-        """
+        """Whether all scored cells are right after each call of the model: bool [n, steps]."""
         return ~self.is_wrong.any(axis=2)
 
     @property
@@ -86,14 +83,13 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Runs a model on test puzzles, and returns its answers after each thinking step.
+    """Calls a run's model several times on test puzzles, and returns all its answers.
 
-    A thinking step is one call of the model. Raises ValueError if the checkpoint or the data are missing, or
-    do not fit each other.
+    Raises ValueError if the checkpoint or the data are missing, or do not fit each other.
 
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
-    num_puzzles: Maximum number of puzzles, as in `trace_puzzles`.
+    num_puzzles: Maximum number of puzzles.
     """
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
@@ -118,10 +114,9 @@ def trace_puzzles(
     seed: int = 0,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> TracedPuzzles:
-    """Runs a model on test puzzles, and returns its answers after each thinking step.
+    """Calls a model several times on test puzzles, and returns all its answers.
 
-    A thinking step is one call of the model. The puzzles are evenly spaced in the test sets. Augmented
-    variants are left out. Only the calling process takes part.
+    The puzzles are evenly spaced in the test sets, without augmented variants.
 
     model: Model in evaluation mode.
     num_puzzles: Maximum number of puzzles. Each test set gets an equal part, rounded up. If the model is slow
@@ -169,10 +164,9 @@ def trace_puzzles(
 
 
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
-    """Counts after which thinking step (call of the model) the model would stop.
+    """Counts the puzzles for which the model would stop after 1, 2, ... calls.
 
-    Returns (counts for right answers, counts for wrong answers). Both are lists with one number for each
-    step. Puzzles without a label do not count.
+    Returns (counts for right answers, counts for wrong answers). Puzzles without a label do not count.
     """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
@@ -183,7 +177,7 @@ def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
 
 
 def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
-    """Returns the fraction of right answers after each thinking step (call of the model).
+    """Returns the fraction of right answers after each call of the model.
 
     Puzzles without a label do not count. If no puzzle has a label, the list is empty.
     """
@@ -196,12 +190,10 @@ def reliability(
 ) -> tuple[list[tuple[float, float, int]], float] | None:
     """Compares how sure the model is with how often its answers are right (calibration).
 
-    The model's probability that an answer is right is sigmoid(q_halt). The answers after all thinking steps
-    (calls of the model) count. Answers with similar probabilities form a bin.
-
-    Returns (bins, expected calibration error of Guo et al. 2017). A bin is (mean probability, fraction of
-    right answers, number of answers). Returns None if no puzzle has a label, or for a search model (LDT),
-    because it has no such probability.
+    Answers with similar predicted probabilities of being right form a bin. Returns (bins, expected
+    calibration error of Guo et al. 2017). A bin is (mean probability, fraction of right answers, number of
+    answers). Returns None if no puzzle has a label, or for a search model (LDT), which predicts no
+    probability.
     """
     if puzzles.is_search or not puzzles.has_labels.any():
         return None
@@ -222,7 +214,7 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
-    """Returns the data with which the page draws the puzzles: {"puzzles": list, ...} for JSON.
+    """Returns the data for drawing the puzzles on the page: {"puzzles": list, ...} for JSON.
 
     Puzzles that the model solves after fewer calls come first. The keys of a puzzle are, among others:
 
@@ -264,7 +256,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
 
 def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
-    """Returns the tokens that the model never has to change, such as the walls of a maze.
+    """Returns the tokens that an answer never changes, such as the walls of a maze.
 
     If the input has such a token, the label has the same token in this cell, in all puzzles.
     """
@@ -278,15 +270,6 @@ def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
 
 
 def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, index: int) -> dict[str, Any]:
-    """Returns the entries of one puzzle for `picture_data`, such as "input" and "answers".
-
-    Answers are cropped to the shape of the label.
-
-    style: How the puzzle is drawn, such as its number of columns.
-    tokens, label: Tokens of the puzzle and of the right answer, int32 [seq_len].
-    trace: Answers of the model to all puzzles.
-    index: Index of the puzzle in `trace`.
-    """
     of_input, of_answer = cells_of(style, tokens), cells_of(style, label, frame=label)
     if (label == IGNORE_LABEL_ID).all():
         of_answer = to_grid(np.arange(len(label)), num_columns=style.num_columns)
@@ -307,8 +290,8 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
 def pack(content: Mapping[str, Any], *, max_bytes: int = MAX_PICTURES_BYTES) -> tuple[str, int]:
     """Compresses the result of `picture_data`. Returns (base64 text, number of puzzles in it).
 
-    If the text would be longer than max_bytes, every second puzzle is removed. This is repeated until the
-    text is short enough, or has one puzzle.
+    If the text is longer than `max_bytes`, leaves out every second puzzle until it fits or one puzzle is
+    left.
     """
     puzzles = content["puzzles"]
     while True:

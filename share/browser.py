@@ -62,7 +62,7 @@ class Exhibit:
     """A model on the web page.
 
     name   name of the model's folder in the page
-    facts  content of its page.json: size of the grid, puzzles to solve, and others
+    facts  facts that the page shows and needs: size of the grid, puzzles to solve, and others
     """
 
     name: str
@@ -71,7 +71,7 @@ class Exhibit:
 
     @property
     def listed(self) -> dict[str, Any]:
-        """Returns the model's entry in models.json, the list of all models on the page.
+        """The model's entry in models.json, the list of all models on the page.
 
         Example: {"name": "demo", "title": "Sudokus 4 x 4 ...", "kind": "sudoku", "rows": 4, "columns": 4}.
         """
@@ -82,9 +82,11 @@ class Exhibit:
 
 
 def write_page(config: PageConfig) -> None:
-    """Writes the folder of a web page that runs models in the browser (`python -m share page`).
+    """Writes the folder of a web page that runs models in the browser.
 
     If it raises ValueError, nothing is written.
+
+    config: Config of the command `python -m share page`.
     """
     output = check_output_folder(Path(config.output), mark=MODELS, maker="share page", key="output")
     check_packages()
@@ -125,7 +127,7 @@ def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
     is missing.
 
     page: Folder of the page.
-    names: Names of models to leave out, because they will be written again.
+    names: Names of models to leave out.
     """
     if not (page / MODELS).exists():
         return []
@@ -143,11 +145,12 @@ def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
 
 
 def open_page(folder: Path, *, port: int = 8000) -> None:
-    """Serves the page in a folder at http://localhost until Ctrl-C, and opens it in the browser.
+    """Serves a web page until Ctrl-C, and opens it in the browser.
 
-    Raises ValueError if the folder is not a page.
+    Raises ValueError if the folder was not written by `write_page`.
 
-    port: Port of the server. If it is in use, any free port.
+    folder: Folder of the page.
+    port: Port of the server at localhost. If it is in use, any free port.
     """
     if not (folder / MODELS).is_file():
         raise ValueError(f"{folder} is not a page. Write one with python -m share page output={folder}.")
@@ -166,15 +169,15 @@ def open_page(folder: Path, *, port: int = 8000) -> None:
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
-        """Does nothing, so that requests are not logged."""
+        pass  # requests are not logged
 
 
 def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     """Loads a model, and chooses the puzzles that the web page offers for it.
 
     A model that comes with this repository (in weights/) gets newly generated puzzles, if its kind of puzzle
-    has a generator. All other models get puzzles of the test split of their dataset. Raises ValueError if a
-    page cannot run the model.
+    has a generator. Other models get puzzles of the test split of their dataset. Raises ValueError if a page
+    cannot run the model.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)
@@ -209,8 +212,8 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
 def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
     """Chooses about `count` evenly spaced test puzzles, equally many from each test set.
 
-    Augmented variants are left out. A puzzle is a dict: "name" (or None), "identifier" (row of its puzzle
-    embedding), "inputs" and "labels" (lists of tokens). A label is -1 if the cell is not scored.
+    A puzzle is a dict with the keys "name" (or None), "identifier" (row of its puzzle embedding), "inputs"
+    and "labels" (lists of tokens). A label is -1 if the cell is not scored. Augmented variants are left out.
     """
     sets = data.splits["test"].sets
     puzzles = []
@@ -225,10 +228,12 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 puzzles that are similar to those of the dataset that `info` describes.
+    """Generates 100 puzzles that are similar to those of a dataset.
 
     A puzzle is a dict with "inputs" and "labels", lists of tokens. Returns [] if there is no generator for
     this kind of puzzle.
+
+    info: Description of the dataset.
     """
     if info.kind is None or info.kind.make_up is None:
         return []
@@ -238,10 +243,10 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves with `steps` thinking steps.
+    """Returns the index of the first puzzle that the model solves, or 0.
 
-    Returns 0 if it solves none. puzzles: Dicts with "inputs" and "labels", lists of tokens. Every label is
-    compared.
+    puzzles: Dicts with "inputs" and "labels", lists of tokens.
+    steps: Number of calls of the model.
     """
     inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
@@ -252,9 +257,10 @@ def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int)
 
 
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
-    """Removes all puzzle embeddings that the given puzzles do not need. The exported model is then smaller.
+    """Removes the puzzle embeddings that the given puzzles do not need, in place.
 
-    Changes the model in place. Also changes "identifier" in `puzzles`, because embeddings get new rows.
+    The exported model is then smaller. The value of "identifier" in each puzzle becomes the new row of its
+    embedding.
     """
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:
@@ -286,9 +292,10 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
 
 
 def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
-    """Returns the paths of the two files of onnxruntime-web, an npm package that runs models in browsers.
+    """Returns the paths of the two files of the npm package onnxruntime-web.
 
-    Raises ValueError if a file or npm is missing, if npm fails, or if the package has an unexpected digest.
+    A web page with models needs them. Raises ValueError if a file or npm is missing, if npm fails, or if the
+    package has an unexpected digest.
 
     folder: Folder that contains the files. If None, npm downloads the package into `scratch`.
     """
@@ -304,10 +311,6 @@ def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
 
 
 def _fetch(folder: Path) -> Path:
-    """Downloads the npm package onnxruntime-web into `folder`, and unpacks it. Returns the unpacked folder.
-
-    Raises ValueError if that fails, or if the package has an unexpected digest.
-    """
     command = ["npm", "pack", PACKAGE, "--pack-destination", str(folder), "--loglevel", "error"]
     options = {"cwd": folder, "capture_output": True, "text": True, "timeout": _TIMEOUT_SECONDS}
     try:

@@ -43,7 +43,7 @@ def model_card(
     data_names: Sequence[str],
     **values: Any,
 ) -> str:
-    """Returns the text of a model card (README.md): metadata for the Hugging Face Hub, then Markdown.
+    """Returns the model card of a trained model as text, for the Hugging Face Hub.
 
     address: Address of the repository on the Hub, or the name of a model in weights/.
     license: Identifier of the license, such as "apache-2.0".
@@ -105,8 +105,8 @@ def model_card(
 def read_metrics(checkpoint: Checkpoint) -> Metrics:
     """Returns the test results of a checkpoint: {test set: {metric: value}}.
 
-    They include the bounds of confidence intervals. They are read from the log of the training
-    (metrics.jsonl), or else from the results of evaluate.py. Returns {} if there are none.
+    They contain the ends of confidence intervals. They are read from the log of the training (metrics.jsonl).
+    If the log has none, they are read from the results of evaluate.py. Returns {} if there are none.
     """
     metrics: dict[str, dict[str, float]] = {}
     for row, _ in read_rows(checkpoint.run_folder):
@@ -131,11 +131,6 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
 
 
 def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
-    """Returns the accuracies as entries for the Hub's list of results.
-
-    There is one entry for each accuracy and test set. metrics: Result of `read_metrics`. data_name: Name of
-    the dataset to show. kind: Kind of puzzle, such as "sudoku", or None.
-    """
     from huggingface_hub import EvalResult
 
     return [
@@ -160,7 +155,6 @@ def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list
 
 
 def _find_kind(checkpoint: Checkpoint) -> str | None:
-    """Returns the kind of puzzle that the model solves, such as "sudoku". None if it is unknown."""
     try:
         kind = find_info(checkpoint, None).kind
     except ValueError:
@@ -169,11 +163,12 @@ def _find_kind(checkpoint: Checkpoint) -> str | None:
 
 
 def _build_command(folder: Path, *, name: str) -> str | None:
-    """Returns the shell command that built a dataset, with --output-dir set to `name`. None if unknown.
+    """Returns the shell command that built a dataset, or None if it is unknown.
 
     Example: "python -m dataset.build sudoku --output-dir data/demo --generate 4000".
 
     folder: Folder of the dataset.
+    name: Value of --output-dir in the command.
     """
     builder = read_builder(folder)
     if builder is None or builder["name"] not in builders():
@@ -206,9 +201,9 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 
 
 def _plain(text: Any) -> str:
-    """Makes an untrusted text safe for a page: keeps 200 characters, and replaces special ones by "-".
+    """Replaces the special characters of Markdown, HTML and shells by "-".
 
-    Special characters have a meaning in Markdown, HTML or a shell.
+    Keeps the first 200 characters. Use it for texts of other people's files.
     """
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
 
@@ -216,7 +211,7 @@ def _plain(text: Any) -> str:
 def _train_command(run: Mapping[str, Any]) -> str:
     """Returns the shell command that trains the model: "python pretrain.py arch=trm lr=0.001 ...".
 
-    It sets all keys that differ from their defaults. run: Config of the training.
+    run: Config of the training. The command sets all keys that differ from their defaults.
     """
     arch = run["arch"]["name"]
     defaults = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")}
@@ -224,16 +219,13 @@ def _train_command(run: Mapping[str, Any]) -> str:
 
 
 def commit_of(checkpoint: Checkpoint) -> str | None:
-    """Returns the git commit of the code that saved the checkpoint. None if it is unknown."""
+    """Returns the git commit of the code that saved the checkpoint, or None if unknown."""
     starts = [start for start, _ in read_rows(checkpoint.run_folder, STARTS_FILE)]
     commits = [start.get("git_commit") for start in starts if start["step"] < checkpoint.step]
     return commits[-1] if commits else None
 
 
 def _origin() -> str | None:
-    """Returns the URL of this git repository (remote `origin`).
-
-    None if it is missing or may contain a password.
-    """
     url = git("config", "--get", "remote.origin.url").strip()
+    # A URL with another "@" may contain a password.
     return url if url.startswith(("https://", "git@")) and "@" not in url.removeprefix("git@") else None

@@ -98,12 +98,14 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
 def answer(
     checkpoint: Checkpoint, data: Dataset, dtype: torch.dtype, forward_dtype: str, *, count: int
 ) -> dict[tuple[str, int], np.ndarray]:
-    """Returns the model's answers to `count` puzzles of each test set, with weights rounded to `dtype`.
+    """Returns the model's answers to `count` test puzzles, with weights rounded to `dtype`.
 
-    The result is {(test set, index among the compared examples): tokens [seq_len]}. Examples without an
-    answer are left out. Only a search model (LDT) may have no answer.
+    The answers are {(test set, index among the chosen puzzles): tokens [seq_len]}. Puzzles that a search
+    model (LDT) does not decide are left out.
 
+    dtype: Dtype to round the weights to.
     forward_dtype: Dtype of the computation, such as "float32".
+    count: Number of puzzles of each test set.
     """
     model = load_trained_model(checkpoint, data.metadata, forward_dtype=forward_dtype)
     weights = load_weights(

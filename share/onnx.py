@@ -39,9 +39,9 @@ _LARGEST_COPY = 1 << 16  # elements; the exporter makes a copy of smaller consta
 
 
 class Step(nn.Module):
-    """The module that is exported as ONNX: one call of the model.
+    """One call of the model, to be exported to ONNX.
 
-    `starts` is bool [batch]. Where it is True, a new puzzle starts, and the state is reset.
+    In `forward`, `starts` is bool [batch]. Where it is True, a new puzzle starts, and the state is reset.
     """
 
     def __init__(self, network: Network, reasoning: Reasoning):
@@ -64,10 +64,10 @@ class Step(nn.Module):
 
 
 class Pass(nn.Module):
-    """The module that is exported as ONNX for a search model (LDT): one forward pass of its network.
+    """One forward pass of a search model (LDT), to be exported to ONNX.
 
-    The search itself is code of the web page. The input `alive` is float [batch, seq_len, values]. It is 1 if
-    the value is still possible in the cell, otherwise 0.
+    The input `alive` is float [batch, seq_len, values]. It is 1 if the value is still possible in the cell,
+    otherwise 0. The search itself is code of the web page.
     """
 
     def __init__(self, network: Network, reasoning: Reasoning):
@@ -79,7 +79,6 @@ class Pass(nn.Module):
 
 
 def check_packages() -> None:
-    """Raises ValueError if onnx or onnxscript is not installed."""
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         names = " and ".join(missing)
         raise ValueError(f"share page needs {names}. Run pip install {' '.join(missing)}.")
@@ -88,8 +87,8 @@ def check_packages() -> None:
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
     """Writes one call of a network, with its weights, as the ONNX file `path`.
 
-    The module's docstring lists the inputs and outputs. Returns the shapes of the state between calls,
-    without the batch axis, such as {"z_H": [81, 512]}. It is {} if there is no state.
+    Returns the shapes of the state between calls, without the batch axis, such as {"z_H": [81, 512]}. The
+    docstring of this file lists the inputs and outputs of the ONNX file.
 
     network: Network in float32 and in evaluation mode.
     reasoning: Settings of the call, such as the number of cycles.

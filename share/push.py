@@ -46,9 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def push(options: argparse.Namespace) -> None:
-    """Uploads a trained model to the Hugging Face Hub. With --dry-run, only writes the files into a folder.
+    """Uploads a trained model to the Hugging Face Hub.
 
-    Raises ValueError if an option is wrong or the upload fails.
+    With --dry-run, only writes the files into a folder. Raises ValueError if an option is wrong or the upload
+    fails.
 
     options: Options of the command `python -m share push`.
     """
@@ -104,9 +105,9 @@ def write_files(
     dtype: torch.dtype | None = None,
     data_path: str | None = None,
 ) -> None:
-    """Writes the files of a shared model: weights, config.json, the model card README.md, and others.
+    """Writes the files of a shared model: weights, config.json, README.md, and others.
 
-    If they are known, the other files contain hashes of the training examples and the names of the puzzles.
+    The other files contain hashes of the training examples and the names of the puzzles, if they are known.
     Raises ValueError if this code did not write the checkpoint.
 
     address: Address of the repository on the Hub, or the name of a model in weights/.
@@ -164,10 +165,6 @@ def write_files(
 
 
 def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the config of the run as it is shared, {key: value}.
-
-    Leaves out the keys that may change when a run is resumed, such as "device". Shortens absolute paths.
-    """
     config = fill_defaults(read_yaml(checkpoint.path / CONFIG_FILE))
     dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
     shared = {key: value for key, value in config.items() if key not in dropped}
@@ -175,10 +172,10 @@ def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _without_absolute_paths(value: Any, key: str) -> Any:
-    """Shortens absolute paths in the value of a config key, so that they reveal no private names.
+    """Shortens absolute paths in the value of a config key, to hide private names.
 
     Example: "/home/me/x" becomes "data/x" for the key data_path, otherwise "x". Raises ValueError if a text
-    contains unprintable characters. A forged file may contain them.
+    contains unprintable characters.
     """
     if not all(text.isprintable() for text in (str(key), value) if isinstance(text, str)):
         raise ValueError(
@@ -200,7 +197,8 @@ def upload(folder: Path, address: Address, *, message: str, is_private: bool) ->
     Creates the repository if it does not exist. Raises ValueError if the upload fails, or if `is_private` is
     True and the repository exists and is public.
 
-    address: Address of the repository. message: Message of the commit.
+    address: Address of the repository.
+    message: Message of the commit.
     """
     client = import_client()
     by_hand = "Use --dry-run FOLDER to write the files, and upload them from another machine"

@@ -31,12 +31,14 @@ def run_trials(
     """Runs the trials of a search that have not ended, `config.parallel` at a time.
 
     A trial is one combination of hyper-parameters. Returns True if a signal such as Ctrl-C stopped the
-    search, else False. Raises ValueError if the first three trials fail. Uses asyncio, because starting
-    processes from threads is unsafe.
+    search. Raises ValueError if the first three trials fail.
 
-    study: Stores the trials. config: Config of the search. run: Config of a training with one of the possible
-    values for each searched key. on_end: Called after each trial.
+    study: Object that stores the trials.
+    config: Config of the search.
+    run: Config of a training with one of the possible values of each hyper-parameter.
+    on_end: Function that is called after each trial.
     """
+    # Not threads: starting processes from them is unsafe.
     return asyncio.run(_run_trials(study, config, run, on_end))
 
 
@@ -49,10 +51,6 @@ async def _run_trials(
         asyncio.get_running_loop().add_signal_handler(signal_number, is_asked.set)
 
     def watch(trial: Trial) -> None:
-        """Reports new evaluations of a running trial to Optuna. Called five times a second.
-
-        If Optuna gives up the trial (prunes it), or if a signal stops the search, asks the trial to stop.
-        """
         if is_asked.is_set() and not trial.is_stopped:
             log.info(f"trial {trial.number}: saving and stopping")
             trial.is_stopped = True
@@ -62,14 +60,9 @@ async def _run_trials(
             trial.is_pruned = trial.is_stopped = True
 
     async def run_in(slot: int) -> None:
-        """Runs one trial after the other, until none is left.
-
-        Trials that an earlier start of the search has not finished come first.
-
-        slot: From 0 to parallel - 1. `parallel` copies of this function run at the same time.
-        """
         nonlocal num_failed
         while not is_asked.is_set() and (waiting or study.num_left()):
+            # First the trials that an earlier start of the search has not finished.
             number = waiting.pop(0) if waiting else None
             if (trial := _begin(study, config, run, slot=slot, number=number)) is None:
                 on_end()
@@ -107,15 +100,6 @@ async def _run_trials(
 def _begin(
     study: Study, config: SearchConfig, run: PretrainConfig, *, slot: int, number: int | None
 ) -> Trial | None:
-    """Prepares a trial (one combination of hyper-parameters). Returns None if it need not run.
-
-    It need not run if a complete trial has the same hyper-parameters. The value of that trial is then
-    reported to Optuna for this trial too.
-
-    run: Config of a training with one of the possible values for each searched key. slot: From 0 to parallel
-    - 1. Trials that run at the same time have different slots. number: Number of an unfinished trial to
-    continue. If None, the trial is new.
-    """
     drawn, values = study.begin(number)
     log.info(f"trial {drawn.number}: {format_values(values)}")
     if (earlier := study.find_complete(values)) is not None:
@@ -142,11 +126,6 @@ def _begin(
 
 
 def _conclude(study: Study, trial: Trial) -> None:
-    """Reports to Optuna that a trial has ended: pruned, or complete with its value.
-
-    If a signal stopped the trial, reports only its evaluations. The trial stays unfinished, and the next
-    start of the search continues it.
-    """
     study.report(trial.drawn, trial.values())
     if trial.is_pruned:
         study.optuna.tell(trial.number, state=TrialState.PRUNED)
@@ -158,11 +137,13 @@ def _conclude(study: Study, trial: Trial) -> None:
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
-    """Returns the words of a trial's command before "pretrain.py", such as ["/usr/bin/python3"].
+    """Returns the command that starts a training, before the word "pretrain.py".
 
-    They come from the config key `launch`, if it is set: ["torchrun", "--nproc-per-node=2"]. In them, {slot}
-    is replaced by `slot`, for example to select a GPU. slot: Number of the trial among those that run at the
-    same time, from 0 to parallel - 1.
+    Examples are ["/usr/bin/python3"], and ["torchrun", "--nproc-per-node=2"] if the config key `launch` is
+    set.
+
+    slot: Number that replaces {slot} in `launch`, for example to select a GPU. Trials that run at the same
+    time have different numbers, from 0 to parallel - 1.
     """
     if config.launch is None:
         return [sys.executable]

@@ -39,10 +39,10 @@ _MAX_TRIES = 16  # maximum number of combinations tried to find a valid one with
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The searched keys of a hyper-parameter search, and their possible values.
+    """The hyper-parameters of a search, and their possible values.
 
     Attributes:
-        parameters: {searched key: Optuna's distribution of its values}.
+        parameters: {key of the config: Optuna's distribution of its values}.
         fixed: The other arguments of pretrain.py, equal in every trial.
     """
 
@@ -50,9 +50,9 @@ class Space:
     fixed: tuple[str, ...]
 
     def draw(self, trial: Trial) -> None:
-        """Samples a value for each searched key with Optuna, and stores the values in the trial.
+        """Lets Optuna choose a value for each hyper-parameter of a trial.
 
-        A key that already has a value in this trial keeps it.
+        The trial stores the values. A hyper-parameter that already has a value keeps it.
         """
         for key, distribution in self.parameters.items():
             if isinstance(distribution, CategoricalDistribution):
@@ -66,9 +66,10 @@ class Space:
                 )
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Returns all combinations of values for sampler=grid, each as {key: value}.
+        """Returns all combinations of values, each as {hyper-parameter: value}.
 
-        Raises ValueError if a key has an interval of numbers without steps, or a logarithmic scale.
+        Raises ValueError if a hyper-parameter has an interval of numbers without steps, or a logarithmic
+        scale.
         """
         values = {key: _grid_values(key, distribution) for key, distribution in self.parameters.items()}
         return [
@@ -76,10 +77,11 @@ class Space:
         ]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
-        """Converts the values of a trial to texts for a command line. Returns {searched key: text}.
+        """Converts the values of a trial to texts for a command line: {hyper-parameter: text}.
 
-        Returns {} if a searched key has no value. Raises ValueError if a value is not in the search space.
-        values: {searched key: value that Optuna sampled}.
+        Returns {} if a hyper-parameter has no value. Raises ValueError if a value is not in the search space.
+
+        values: {hyper-parameter: value that Optuna chose}.
         """
         if self.parameters.keys() - values.keys():
             return {}
@@ -94,10 +96,10 @@ class Space:
         return {key: str(distribution) for key, distribution in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
-        """Checks that each value and both ends of each range are valid for a training.
+        """Checks that each value, or both ends of its range, is valid in a training.
 
-        For each of them, tries up to 16 combinations with values of the other keys, until one makes a valid
-        config. Returns the last valid config. Raises ValueError if no combination with some value is valid.
+        Returns the config of a training with one of the possible values of each hyper-parameter. Raises
+        ValueError if a value is valid in none of up to 16 combinations with values of the others.
         """
         extremes = {}
         for key, distribution in self.parameters.items():
@@ -152,9 +154,9 @@ def _written(key: str, distribution: BaseDistribution, value: Any) -> str:
 def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     """Reads the command line of search.py.
 
-    Returns (config of the search, search space, config of a training). In the config of a training, each
-    searched key has one of its possible values. Returns None after --help and --cfg job, because they only
-    print. Raises ValueError with a one-line message if the config is wrong.
+    Returns (config of the search, search space, config of a training with one of the possible values of each
+    hyper-parameter). Returns None after --help and --cfg job, because they only print. Raises ValueError if
+    the config is wrong.
     """
     command_line = split_command_line(SearchConfig)
     if command_line is None:
@@ -233,9 +235,11 @@ def _distribution(override: Override) -> BaseDistribution:
 
 
 def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
-    """Returns (lowest value, highest value, step) of a range such as range(1,4) in the command line.
+    """Returns the (lowest value, highest value, step) of a range on the command line.
 
-    Example: (1, 3, 1). Raises ValueError if the range is empty. argument: The argument, for the message.
+    Example: (1, 3, 1) for range(1,4). Raises ValueError if the range is empty.
+
+    argument: The argument, for the message.
     """
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0  # with floats, rounding could add a value
@@ -247,10 +251,12 @@ def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
 
 
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
-    """Returns the text of a YAML file for config/experiment that sets the given keys.
+    """Returns the text of a YAML file that sets the given keys.
 
-    `pretrain.py experiment=NAME` reads such a file. overrides: Arguments key=value. Options such as
-    --config-dir are left out. comment: Text that becomes a comment at the start of the file.
+    `pretrain.py experiment=NAME` can read the file.
+
+    overrides: Arguments key=value. Options such as --config-dir are left out.
+    comment: Text that becomes a comment at the start of the file.
     """
     values, experiments, groups = OmegaConf.create(), [], {}
     for override in _overrides_in(overrides):

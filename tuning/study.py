@@ -31,8 +31,10 @@ class Study:
     A trial is one combination of hyper-parameters, with its evaluations. Raises ValueError if the file cannot
     be read, or contains another search of the same name.
 
-    path: The SQLite file. config: Config of the search. space: Searched keys and their values. run: Config of
-    a training with one of the possible values for each searched key.
+    path: The SQLite file.
+    config: Config of the search.
+    space: Hyper-parameters and their possible values.
+    run: Config of a training with one of the possible values of each hyper-parameter.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
@@ -63,14 +65,6 @@ class Study:
         self._format_words = [f"{FORMAT_KEY}={self._forward_dtype}"] if is_open else []
 
     def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> str:
-        """Stores the settings of a new search, or compares them with those in its file.
-
-        Returns the number format, "bfloat16" or "float32", with which the search started. All its trials use
-        it. Raises ValueError if the settings differ.
-
-        path: The file, for messages. run: Config of a training with one of the possible values for each
-        searched key. known: Attributes that the file has for this search.
-        """
         now: dict[str, Any] = {
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
@@ -91,7 +85,7 @@ class Study:
             changes = describe_changes(known[_CONFIG], run)
         if changes:
             raise ValueError(f"{where} is another search ({changes}). Choose another study and folder.")
-        if _CONFIG in known:
+        if _CONFIG in known:  # the dtype with which the search started
             return format_of(known[_CONFIG])
         forward_dtype = find_format(run).name
         self.optuna.set_user_attr(_SEARCH, now)
@@ -99,10 +93,6 @@ class Study:
         return forward_dtype
 
     def overrides(self, values: dict[str, str]) -> list[str]:
-        """Returns the arguments of pretrain.py for a trial, including the number format of the search.
-
-        values: {searched key: text}.
-        """
         return [*self.space.overrides(values), *self._format_words]
 
     @property
@@ -113,20 +103,18 @@ class Study:
         return sum(trial.state in states for trial in self.trials)
 
     def unfinished(self) -> list[int]:
-        """Returns the numbers of the trials that have started but not ended."""
         return [trial.number for trial in self.trials if not trial.state.is_finished()]
 
     def num_ended(self) -> int:
         return len(self.trials) - len(self.unfinished())
 
     def num_left(self) -> int:
-        """Returns how many trials have not started yet."""
         return max(self.num_trials - len(self.trials), 0)
 
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
         """Starts a new trial, or continues the unfinished trial `number`.
 
-        Returns (Optuna's trial, {searched key: text for a command line}).
+        Returns (Optuna's trial, {hyper-parameter: text for a command line}).
         """
         trial_number = len(self.trials) if number is None else number
         seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
@@ -148,7 +136,7 @@ class Study:
         return trial, self.parameters(self.trials[trial.number])
 
     def report(self, trial: Trial, values: list[float]) -> bool:
-        """Stores new evaluations of a trial. Returns whether the trial should be given up (pruned).
+        """Stores new evaluations of a trial. Returns whether the trial should be stopped early.
 
         values: Values of the metric at all evaluations of the trial so far, in order.
         """
@@ -159,7 +147,7 @@ class Study:
         return bool(new) and len(values) < self.num_evaluations and trial.should_prune()
 
     def best(self) -> FrozenTrial | None:
-        """Returns the complete trial with the best value. Returns None if no trial is complete.
+        """Returns the complete trial with the best value, or None if no trial is complete.
 
         If several trials have this value, it is the earliest one.
         """
@@ -175,9 +163,9 @@ class Study:
         return ", ".join(f"{self.count(state)} {name}" for name, state in states.items())
 
     def describe_best(self) -> str:
-        """Returns the comment at the start of best.yaml, for the best hyper-parameters.
+        """Returns a comment about the best trial: its number, its value and its command.
 
-        It has the number of the best trial, its value, and the command that trains with its hyper-parameters.
+        It becomes the start of the file best.yaml.
         """
         config, selection, best = self._config, self.selection, self.best()
         finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
@@ -192,17 +180,12 @@ class Study:
         )
 
     def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
-        """Returns a complete trial with the same hyper-parameters, or None.
-
-        values: {searched key: text}.
-        """
         return next((trial for trial in self._complete() if self.parameters(trial) == values), None)
 
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
-        """Returns the hyper-parameters of a trial as {searched key: text for a command line}.
+        """Returns the hyper-parameters of a trial as {name: text for a command line}.
 
-        Returns {} if a key has no value yet. Raises ValueError if a value is not in the search space. Another
-        program must have stored it.
+        Returns {} if one has no value yet. Raises ValueError if a value is not in the search space.
         """
         try:
             return self.space.written(trial.params)
@@ -229,14 +212,14 @@ def _count_evaluations(run: PretrainConfig) -> int:
 
 
 def folder_of(config: SearchConfig) -> Path:
-    """Returns the folder in which a search runs its trials. The default is search/<study>."""
     return Path(config.folder) if config.folder else Path("search") / config.study
 
 
 def open_folder(config: SearchConfig) -> Path:
     """Creates the folder of a search if needed, locks it, and returns its path.
 
-    Other processes cannot lock it until this process ends. Raises ValueError if this fails.
+    The lock keeps other processes from using the folder until this process ends. Raises ValueError if it
+    fails.
     """
     folder = folder_of(config)
     try:
@@ -248,11 +231,6 @@ def open_folder(config: SearchConfig) -> Path:
 
 
 def storage_of(config: SearchConfig) -> Path:
-    """Returns the path of the SQLite file of a search.
-
-    The default is study.db in the folder of the search. Raises ValueError if the config key `storage` is a
-    URL.
-    """
     if config.storage and "://" in config.storage:
         raise ValueError(f"config: storage={config.storage} is a URL. Set the path of a SQLite file.")
     return Path(config.storage) if config.storage else folder_of(config) / "study.db"

@@ -27,16 +27,16 @@ _GRACE_SECONDS = 120  # a run that was asked to stop is killed after this time
 
 
 class Trial:
-    """Runs the trainings of one trial, one for each seed. A trial is one combination of hyper-parameters.
+    """Runs the trainings of one combination of hyper-parameters, one for each seed.
 
     The trainings are child processes, one after the other. If the caller sets `is_stopped`, the current
-    training saves and ends. This takes several seconds.
+    training saves a checkpoint and ends.
 
     Args:
         drawn: Optuna's trial.
         commands: {run folder: command that starts or continues the training}.
-        selection: Metric that measures a training.
-        max_steps: Step at which each training ends. If None, its last step (config key max_steps).
+        selection: Metric by which trainings are compared.
+        max_steps: Step at which each training ends. If None, its last step.
         cores: CPU cores of the trainings. If None, all cores.
     """
 
@@ -59,10 +59,10 @@ class Trial:
     async def run(self, on_poll: Callable[[Trial], None]) -> None:
         """Runs the trainings one after the other, until all have ended or `is_stopped` is True.
 
-        If a training fails, but has saved a checkpoint of a later step than the one it started from, it is
-        started again. Otherwise raises ValueError with a message of one line.
+        If a training fails after it has saved a new checkpoint, it is started again. Otherwise raises
+        ValueError.
 
-        on_poll: Called five times a second.
+        on_poll: Function that is called five times a second.
         """
         for folder, command in self._commands.items():
             while not (self.is_stopped or self._has_ended(folder)):
@@ -81,14 +81,6 @@ class Trial:
                     raise ValueError(f"{why_it_failed(output, status)} ({log})")
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
-        """Runs a command, and returns its exit status.
-
-        Its output goes to a file in the run folder. If `is_stopped` is set, sends the command a signal to
-        save and end, and kills it after 120 s. If an exception such as Ctrl-C interrupts this function, also
-        sends the signal.
-
-        on_poll: Called five times a second.
-        """
         stop_signal, asked_at = _stop_signal(command), None
         folder.mkdir(parents=True, exist_ok=True)
         with open_to_append(folder / OUTPUT_FILE) as output:
@@ -104,7 +96,7 @@ class Trial:
                         os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
-            if asked_at is None:
+            if asked_at is None:  # an exception such as Ctrl-C
                 process.send_signal(stop_signal)
         return process.returncode
 
@@ -113,14 +105,13 @@ class Trial:
         return all(map(self._has_ended, self._commands))
 
     def values(self) -> list[float]:
-        """Returns the values of the metric at all evaluations so far, one training after the other."""
+        """Returns the metric at all evaluations so far, one training after the other."""
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
 
     def score(self) -> float:
-        """Returns the value of a trial (one combination of hyper-parameters).
+        """Returns the mean over the trainings of the best value of the metric in each.
 
-        It is the mean over the trainings, one for each seed. Of each training, the best value of the metric
-        counts. Raises ValueError if a training has no value.
+        Raises ValueError if a training has no value.
         """
         best = []
         for folder in self._commands:
@@ -132,13 +123,10 @@ class Trial:
         return math.fsum(best) / len(best)
 
     def _evaluations(self, folder: Path) -> dict[int, float]:
-        """Returns {step: value of the metric} of a training. Reads metrics.jsonl only if it has changed.
-
-        folder: Run folder of the training.
-        """
         with contextlib.suppress(FileNotFoundError):
             stat = (folder / METRICS_FILE).stat()
             version = (stat.st_size, stat.st_mtime_ns)
+            # A log that has not changed is not read again.
             if folder not in self._logs or self._logs[folder][0] != version:
                 values = {row["step"]: self._selection.value(row) for row, _ in read_rows(folder)}
                 values = {step: value for step, value in values.items() if value is not None}
@@ -147,10 +135,7 @@ class Trial:
 
 
 def _stop_signal(command: Sequence[str]) -> signal.Signals:
-    """Returns the signal that makes a training save and end.
-
-    For srun it is SIGUSR1, because SIGTERM kills srun.
-    """
+    # SIGTERM would kill srun.
     return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
 
 
@@ -160,7 +145,7 @@ def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
     Returns the numbers of the cores for one trial, such as [0, 1, 2, 3]. Returns None if the trial may use
     all cores.
 
-    slot: Number of the trial among the `num_slots` parallel trials, from 0.
+    slot: Number of the trial, from 0 to num_slots - 1.
     """
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         return None
