@@ -6,7 +6,7 @@ labels of all examples of its group that have the same input. A group is a puzzl
 
 import numpy as np
 
-from dataset.format import IGNORE_LABEL_ID
+from dataset.metadata import IGNORE_LABEL_ID
 from dataset.randomness import random_bits, random_orders
 from dataset.sets import ConcatenatedSet, PuzzleSet
 

@@ -11,8 +11,9 @@ import numpy as np
 import pydantic
 
 from dataset.augmentations import END, FIRST_SYMBOL, PAD, find_augmentation
-from dataset.format import IDENTIFIERS, JOINER, Dataset, Metadata, read_builder
+from dataset.files import IDENTIFIERS, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
+from dataset.metadata import JOINER, Dataset, Metadata
 from dataset.sets import rows_of
 from runtime.reading import MissingFileError, printable, read_json
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataset.format import Metadata
 from dataset.kinds.kind import Style, crop, to_grid
+from dataset.metadata import Metadata
 
 THEME, *SCRIPTS = (Path(__file__).with_name(file_name) for file_name in ("theme.css", "theme.js", "grid.js"))
 GREEN = "32"

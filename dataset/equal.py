@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 
 from dataset.augmentations import FIRST_SYMBOL, find_augmentation
 from dataset.description import read_info, read_names
-from dataset.format import BLANK, Dataset, load_metadata
+from dataset.files import load_metadata
+from dataset.metadata import BLANK, Dataset
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from runtime.reading import MissingFileError, read_bytes
 

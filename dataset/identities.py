@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.format import BLANK, DIGESTS, IDENTIFIERS, Dataset, load_metadata
+from dataset.files import DIGESTS, IDENTIFIERS, load_metadata
+from dataset.metadata import BLANK, Dataset
 from runtime.reading import MissingFileError, parse_json, printable, read_arrays, read_bytes
 
 _MOST_NAME_BYTES = 2**28  # size limit of all names: a million variants have long names

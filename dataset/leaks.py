@@ -12,7 +12,8 @@ import numpy as np
 
 from dataset.description import read_info
 from dataset.equal import UNKNOWN, Compared, read_compared
-from dataset.format import Dataset, open_dataset
+from dataset.files import open_dataset
+from dataset.metadata import Dataset
 from dataset.symmetry import Symmetry, find_symmetry
 from runtime.command_line import OneLineParser, add_plugin_option, one_line_errors
 

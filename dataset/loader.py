@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from dataset.answers import read_answers
 from dataset.description import read_names
-from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Metadata
+from dataset.metadata import BLANK, IGNORE_LABEL_ID, Dataset, Metadata
 from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 

@@ -14,18 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import (
-    MANIFEST,
-    METADATA,
-    SPLITS,
-    Dataset,
-    Metadata,
-    Origin,
-    Split,
-    array_path,
-    load_metadata,
-    open_dataset,
-)
+from dataset.files import MANIFEST, METADATA, array_path, load_metadata, open_dataset
+from dataset.metadata import SPLITS, Dataset, Metadata, Origin, Split
 from dataset.sets import ConcatenatedSet, fields_of
 from runtime.reading import read_json, sha256_of
 

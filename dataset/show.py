@@ -15,8 +15,9 @@ import numpy as np
 
 from dataset.description import read_info, read_names
 from dataset.drawing import draw, side_by_side
-from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
+from dataset.files import open_split
 from dataset.kinds.kind import find_kind, kind_names
+from dataset.metadata import IGNORE_LABEL_ID, SPLITS
 from dataset.sets import PuzzleSet
 from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors
 from runtime.reading import printable, read_arrays, read_json

@@ -15,7 +15,7 @@ import numpy as np
 from dataset.augmentations import FIRST_SYMBOL, NUM_DIHEDRAL, find_augmentation, rename_by_first_use
 from dataset.description import DatasetInfo
 from dataset.equal import hash_rows, mix
-from dataset.format import read_builder
+from dataset.files import read_builder
 from dataset.kinds.pairs.build import free_symbols
 from dataset.kinds.sudoku.rules import Box
 from dataset.kinds.sudoku.texts import BOX_OF

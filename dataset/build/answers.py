@@ -7,8 +7,8 @@ import numpy as np
 
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
-from dataset.format import BLANK
 from dataset.many_answers import AnswerRules
+from dataset.metadata import BLANK
 from dataset.randomness import random_bits, random_orders
 from runtime.command_line import recorded
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import SPLITS
+from dataset.metadata import SPLITS
 from runtime.command_line import integer
 from runtime.hub import download, is_address, parse_address
 from runtime.reading import printable, read_lines

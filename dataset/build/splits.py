@@ -15,7 +15,7 @@ import numpy as np
 
 from dataset.build.sources import choose_puzzle_files, find_source_files
 from dataset.build.writing import write_dataset
-from dataset.format import BLANK, Split, one_set_split
+from dataset.metadata import BLANK, Split, one_set_split
 from dataset.randomness import random_bits, random_orders
 from dataset.sets import PuzzleSet
 from runtime.command_line import recorded, warn

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from dataset.format import (
+from dataset.files import (
     DIGESTS,
     IDENTIFIERS,
     MANIFEST,
     METADATA,
-    Split,
     array_path,
     load_metadata,
     open_dataset,
     read_builder,
 )
+from dataset.metadata import Split
 from dataset.sets import fields_of
 from runtime.reading import sha256_of
 from runtime.writing import flush, write_json
