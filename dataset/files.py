@@ -37,12 +37,12 @@ def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
 
 
 def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everything: bool) -> Dataset:
-    """Opens the splits of a dataset folder and checks them.
+    """Opens the splits of a dataset folder, and checks that the files are valid.
 
-    All splits must have the same vocabulary size, sequence length and number of puzzle identifiers. Raises
-    ValueError, one line with file, error and fix.
+    Raises ValueError, with a message of one line, if a file is missing or invalid. Also raises ValueError if
+    the splits do not match, for example in the vocabulary size.
 
-    read_everything: Whether to read and check every token too.
+    read_everything: Whether to check the value of every token, too. All files are then read.
     """
     opened = {split: open_split(folder, split) for split in splits}
     first = opened[splits[0]].metadata
@@ -58,9 +58,10 @@ def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everyth
 
 
 def open_split(folder: Path, split: str) -> Split:
-    """Opens the arrays of one split memory-mapped, and checks everything except the tokens.
+    """Opens one split ("train" or "test") of a dataset folder, without reading the tokens.
 
-    `check_tokens` checks the tokens. Raises ValueError if the split is not valid. split: "train" or "test".
+    The arrays are memory-mapped. Their shapes, dtypes and indices are checked. Use `check_tokens` to check
+    the values of the tokens. Raises ValueError if a file is missing or invalid.
     """
     metadata = load_metadata(folder, split)
     return Split(
@@ -69,10 +70,10 @@ def open_split(folder: Path, split: str) -> Split:
 
 
 def read_builder(folder: Path) -> dict[str, Any] | None:
-    """Returns which builder made a dataset: {"name": "sudoku", "arguments": {...}}.
+    """Returns the name and arguments of the builder that made a dataset.
 
-    Reads the manifest, a JSON file in the folder. Returns None if the file is missing or does not name the
-    builder.
+    Example: {"name": "sudoku", "arguments": {...}}. Reads the file manifest.json in the folder. Returns None
+    if the file is missing or does not name a builder.
     """
     try:
         builder = read_json(folder / MANIFEST)["builder"]
@@ -84,7 +85,7 @@ def read_builder(folder: Path) -> dict[str, Any] | None:
 def splits_with_several_solutions(folder: Path) -> list[str]:
     """Returns the splits in which the builder found puzzles with several solutions, such as ["train"].
 
-    Reads them from the manifest, a JSON file in the folder. Returns [] if it does not list any.
+    Reads the file manifest.json in the folder. Returns [] if the file is missing or lists no splits.
     """
     try:
         found = read_json(folder / MANIFEST)["several_solutions"]
@@ -94,9 +95,9 @@ def splits_with_several_solutions(folder: Path) -> list[str]:
 
 
 def load_metadata(folder: Path, split: str) -> Metadata:
-    """Reads the file <folder>/<split>/dataset.json.
+    """Reads the metadata of a split from the file <folder>/<split>/dataset.json.
 
-    Raises ValueError if it is missing or not valid.
+    Raises ValueError if the file is missing or not valid.
     """
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
@@ -189,10 +190,13 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 def check_tokens(folder: Path, split: str, data: Split) -> None:
-    """Reads and checks all tokens of a split, and all transforms of its augmentation (about 1 GB/s).
+    """Checks the values of all tokens of a split. Raises ValueError for an invalid token.
 
-    Inputs must be in [0, vocab_size). Labels must be in the same range, or `ignore_label_id`. A training
-    split must have a cell with a scored label. Raises ValueError with the file and the row.
+    Inputs must be from 0 to vocab_size - 1. Labels must be in the same range, or equal to `ignore_label_id`.
+    A training split must have at least one scored label. If augmented copies are computed, checks their
+    transforms too.
+
+    folder, split: Names for the error message.
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     has_labels = split != "train"

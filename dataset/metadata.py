@@ -30,16 +30,16 @@ _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 def is_printable(symbol: str) -> bool:
-    """Returns whether all characters of a symbol are printable. Zero-width joiners are allowed."""
-    return symbol.replace(JOINER, "").isprintable()
+    return symbol.replace(JOINER, "").isprintable()  # str.isprintable rejects joiners
 
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """The properties of a split (training or test), as in its file dataset.json.
+    """Properties of the training or test split of a dataset, such as its vocabulary size.
 
-    A puzzle identifier is the number of a puzzle embedding. A group is a puzzle with its augmented copies. A
-    set is a named part of the split, with its own metrics.
+    The file dataset.json of the split stores them. A puzzle identifier is the number of a puzzle's learned
+    embedding. A group is a puzzle with its augmented copies. Each of the `sets` is a named part of the split
+    that is evaluated separately.
     """
 
     pad_id: _Number
@@ -94,12 +94,11 @@ class Metadata:
 
 
 def columns_of(metadata: Metadata, *, needed_by: str) -> int:
-    """Returns the number of columns of a dataset's grids.
+    """Returns the number of columns of the grids of a dataset.
 
-    It is `num_columns` if the metadata set it. Otherwise the grid is a square. Raises ValueError if seq_len
-    is not a square.
+    If `metadata.num_columns` is None, the grids must be square. Raises ValueError if they are not.
 
-    needed_by: Config key that needs a grid, for the message.
+    needed_by: Name of the config key that needs grids. The error message contains it.
     """
     if metadata.num_columns is not None:
         return metadata.num_columns
@@ -119,23 +118,22 @@ class Split:
 
 
 def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int, **others: Any) -> Metadata:
-    """Returns metadata of a split with one set, "all".
+    """Creates the metadata of a split with one set of puzzles, named "all".
 
-    Uses the values of the dataset builders of this repository. Token 0 is padding, and the label 0 is not
-    scored. Puzzle identifier 0 is for puzzles without an embedding.
+    Token 0 is padding, and labels of 0 are not scored. Puzzle identifier 0 stands for puzzles without a
+    learned embedding.
 
-    others: More fields of `Metadata`, such as `num_columns`. They may also replace the sets and the numbers
-    of groups and examples.
+    others: Other fields of `Metadata`, such as `num_columns`.
     """
     usual = {"total_groups": 1, "mean_puzzle_examples": 1.0, "sets": ("all",), **others}
     return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
 
 
 def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, **others: Any) -> Split:
-    """Returns a split whose only set, "all", contains these puzzles. Its metadata match them.
+    """Creates a split from one set of puzzles. The set gets the name "all".
 
-    vocab_size: Number of different tokens. num_identifiers: Number of puzzle identifiers in the dataset.
-    others: More fields of the split's `Metadata`, such as `num_columns`.
+    vocab_size: Number of different tokens. num_identifiers: Number of puzzle identifiers (learned puzzle
+    embeddings) in the dataset. others: Other fields of `Metadata`, such as `num_columns`.
     """
     num_puzzles = len(puzzles.puzzle_identifiers)
     metadata = usual_metadata(
@@ -152,10 +150,13 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, 
 
 
 class Origin(NamedTuple):
-    """Where a test set comes from, if several dataset folders are mixed.
+    """The dataset folder that a test set comes from, if several folders are mixed.
 
-    folder: Dataset folder. set_name: Name of the set in the folder. first_identifier: Start of the folder's
-    range of puzzle identifiers (numbers of embeddings) in the mixture.
+    Attributes:
+        folder: Dataset folder.
+        set_name: Name of the test set in this folder.
+        first_identifier: Number that the mixture adds to each puzzle identifier of this folder, so that the
+            identifiers of different folders differ. A puzzle identifier is the number of a puzzle embedding.
     """
 
     folder: Path
@@ -165,11 +166,12 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The opened dataset folder, or a mixture of several folders.
+    """An opened dataset: one folder, or a mixture of several folders.
 
-    folders: Paths of the folders. splits: {"train" or "test": split}. origins: For each test set of a
-    mixture, the folder that contains it, its name there, and the first puzzle identifier of this folder. {}
-    for one folder.
+    Attributes:
+        folders: Paths of the folders.
+        splits: The opened splits, as {"train" or "test": split}.
+        origins: {name of a test set: its `Origin`} for a mixture. Empty for one folder.
     """
 
     folders: tuple[Path, ...]
@@ -177,26 +179,17 @@ class Dataset:
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Returns where a test set comes from: its folder, its name there, and the folder's first identifier.
-
-        An identifier is the number of a puzzle embedding. In a mixture of folders, each folder has its own
-        range.
-        """
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name in this dataset of a test set that comes from `folder`.
+        """Returns the name in this dataset of the test set `set_name` of a folder.
 
-        In a mixture of several folders, it is "<folder>.<set>". Otherwise it is `set_name`, the name in the
-        folder.
+        In a mixture of several folders, the name is "<folder>.<set_name>". Otherwise it is `set_name`.
         """
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
 
     @property
     def metadata(self) -> Metadata:
-        """Metadata of the first split.
-
-        The values about tokens and puzzle identifiers are equal in all splits.
-        """
+        # What this says about tokens and puzzle identifiers is equal in all splits.
         return next(iter(self.splits.values())).metadata

@@ -41,6 +41,7 @@ def write_with_answers(
     firsts = test_counts.cumsum() - test_counts
     test_pairs = np.stack([test, test_answers[firsts]], axis=1)
     splits = {
+        # A group is an input, and its puzzles are the right answers.
         "train": make_split(pairs, vocab_size=vocab_size, group_sizes=counts),
         "test": make_split(test_pairs, vocab_size=vocab_size),
     }
