@@ -24,12 +24,13 @@ def write_with_answers(
     rules: AnswerRules,
     vocab_size: int,
 ) -> None:
-    """Finds all right answers to the inputs, and writes the dataset folder. Prints how many there are.
+    """Writes a dataset of puzzles with several right answers.
 
-    A training group is an input, and its puzzles are the right answers. Keeps `options.num_test` test inputs.
-    The label of a test input is the first of its right answers.
+    The training split has one example for each right answer. The test split has one example for each input.
+    Its label is the first right answer. Prints the numbers of inputs and examples.
 
-    train, test: Distinct inputs, tokens, uint8 [n, cells].
+    options: Parsed command line. If `num_test` is set, only this number of random test inputs is kept. train,
+    test: Different inputs, uint8 [n, cells].
     """
     if options.num_test is not None and options.num_test < len(test):
         order = random_orders(random_bits(options.seed, stream=_TEST_SUBSAMPLE, index=0, count=len(test)))
