@@ -124,9 +124,9 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Like `read_names`, but raises ValueError if the number of names is wrong.
+    """Like `read_names`, but raises ValueError unless there is one name for each identifier.
 
-    metadata: Metadata of the dataset, with the number of its puzzle identifiers.
+    metadata: Metadata of the dataset in `folder`.
     """
     names, num = read_names(folder), metadata.num_puzzle_identifiers
     if len(names) != num:

@@ -26,7 +26,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
-    """Returns the indices of the cells to draw of a token array: int64 [rows, columns].
+    """Returns which cells of a token array to draw, as indices: int64 [rows, columns].
 
     In most kinds of puzzles, all cells are drawn. In some kinds, such as ARC, a grid may be smaller than the
     array. Then only the rectangle that contains the grid is drawn.
@@ -61,7 +61,7 @@ def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.nda
 
     Returns None if the grid has no regions, or if all regions are rectangles, such as the boxes of a Sudoku.
 
-    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of cells of the grid.
+    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of all cells.
     """
     numbers = np.array(regions_of(style, num_cells) or [0] * num_cells)
     grid = to_grid(numbers, num_columns=style.num_columns)

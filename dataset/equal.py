@@ -40,8 +40,8 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequence[Path]) -> np.ndarray:
     """Returns a hash of each example that is not an augmented copy: uint64 [n].
 
-    Equal examples have equal hashes, also in different datasets. The hash of an ARC pair without an answer is
-    0 (`UNKNOWN`).
+    Equal examples have equal hashes, also in different datasets. The hash of an ARC example without an answer
+    is 0 (`UNKNOWN`).
 
     split: "train" or "test". folders: All folders of the dataset.
     """
@@ -53,7 +53,8 @@ class Compared(NamedTuple):
     """The data of several examples that decide whether two examples are equal.
 
     Attributes:
-        tokens: Tokens of the inputs, [n, length]. In ARC: grids of inputs and answers, uint8 [n, 2 * 900].
+        tokens: Tokens of the inputs, [n, length]. In ARC: grids of inputs and answers, uint8 [n, 1800] (30 x
+            30 cells each).
         names: Hash of the name of each example's task, uint64 [n]. None in ARC, where names do not matter.
         is_known: Whether the answer is known, bool [n]. Only in ARC it may be unknown.
     """
@@ -154,10 +155,10 @@ def hash_training(data: Dataset) -> dict[str, np.ndarray]:
 def join_repeats(
     data: Dataset, hashes: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns a copy of `held_out` in which equal examples have equal values.
+    """Returns a copy of `held_out` in which groups with equal examples have equal values.
 
-    So a puzzle that is held out is not trained on. A group is a puzzle with its augmented copies. Groups with
-    equal examples get the value of the first of them, also if they are connected only through other groups.
+    A group is a puzzle with its augmented copies. If an example occurs in several groups, these groups are
+    connected, also through other groups. All connected groups get the value of the first of them.
 
     hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
     that are held out for validation.
@@ -224,7 +225,7 @@ class Trained:
     def of(hashes: Sequence[np.ndarray], *, is_complete: bool = True) -> "Trained":
         """Creates a `Trained` from arrays of hashes, uint64 [n] each. Repeated hashes count once.
 
-        The hash 0 of ARC pairs without an answer is left out.
+        The hash 0 of ARC examples without an answer is left out.
         """
         found = np.sort(np.concatenate([np.zeros(1, np.uint64), *hashes]))  # UNKNOWN is always the first
         return Trained(found[1:][found[1:] != found[:-1]], is_complete=is_complete)

@@ -30,10 +30,11 @@ class Match(NamedTuple):
     identifiers.
 
     Attributes:
-        rows: Row of each puzzle identifier, int64 [identifiers]. -1 if the model has no row for its puzzle.
-        is_other: bool [identifiers]. True if the model has a row with the name of the puzzle, but for another
+        rows: Row of the table for each puzzle identifier, int64 [identifiers]. -1 if the table has no row for
+            its puzzle.
+        is_other: bool [identifiers]. True if the table has a row with the name of the puzzle, but for another
             task. `rows` is -1 then.
-        num_rows: Number of rows of the model.
+        num_rows: Number of rows of the table.
         num_additional: Number of puzzle names of the model that the dataset does not have. The name "<blank>"
             does not count.
     """
@@ -46,7 +47,7 @@ class Match(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Identities:
-    """The puzzle that each puzzle identifier (embedding number) of a dataset stands for.
+    """Says which puzzle each puzzle identifier (embedding number) of a dataset stands for.
 
     A puzzle is identified by its name and, if known, by a hash of its ARC task. The dataset may have several
     folders.

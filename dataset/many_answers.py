@@ -34,8 +34,8 @@ class AnswerRules:
             input, int64 [n]). The answers to an input are next to each other, in standard form.
         count_conflicts: (inputs, answers) -> number of broken rules, int64 [n]. -1 if an answer leaves a cell
             open. None if the kind of puzzle does not count them.
-        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. It counts as the number
-            of conflicts of a puzzle for which the model fills in no answer completely.
+        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. If all of a model's
+            answers to a puzzle leave a cell open, this is their number of conflicts.
     """
 
     are_valid: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -46,10 +46,10 @@ class AnswerRules:
 
 
 def find_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the candidates that contradict no property of an input.
+    """Finds, for each input, the candidates that contradict none of its properties.
 
-    Returns (indices of the candidates of the first input, then of the second, ..., int64 [total], number of
-    candidates of each input, int64 [n]).
+    A candidate is, for example, a possible answer. Returns (indices of the candidates of the first input,
+    then of the second, ..., int64 [total], number of candidates of each input, int64 [n]).
 
     of_inputs: Properties that each input has, bool [n, properties]. of_candidates: Properties that each
     candidate contradicts, bool [candidates, properties].

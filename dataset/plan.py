@@ -328,7 +328,7 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
 class EvaluationPlan:
     """The order of the examples in an evaluation.
 
-    The evaluation reads every example of every set once. The last batch of a set may be smaller.
+    By default, the evaluation reads every example of every set once. The last batch of a set may be smaller.
 
     Args:
         only_first_batches: Whether to evaluate only the first batch of each set.

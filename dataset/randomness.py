@@ -12,10 +12,11 @@ import numpy as np
 def random_bits(seed: int, *, stream: int, index: int, count: int) -> np.ndarray:
     """Returns `count` random integers, uint64. They depend only on seed, stream and index.
 
-    A smaller `count` returns the first of the same integers.
+    A smaller `count` returns the first of the same integers. Integers of different streams or indices are
+    independent.
 
-    stream: Number of the purpose of the integers. Different streams are independent. index: Number of the
-    epoch, puzzle or task. Different indices are independent, too.
+    stream: Number that stands for a purpose, such as the choice of test puzzles. index: Number of the epoch,
+    puzzle or task.
     """
     return np.random.Philox(key=stream << 64 | seed, counter=index << 64).random_raw(count)
 

@@ -20,8 +20,8 @@ _CHUNK_ROWS = 1 << 14
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
     """Returns the names of the arrays of a set of puzzles, such as "inputs".
 
-    augmentation: Name of the augmentation that computes the copies of puzzles. The result then includes its
-    arrays, such as "transforms". If None, the set stores all copies.
+    augmentation: Name of the augmentation that makes copies of puzzles when they are read. The result then
+    includes its arrays, such as "transforms". If None, all copies are in the arrays.
     """
     if augmentation is None:
         return FIELDS
@@ -42,7 +42,7 @@ class PuzzleSet:
         puzzle_identifiers: [num_puzzles], number of each puzzle's learned embedding.
         puzzle_indices: [num_puzzles + 1]. Puzzle p has the examples range(*puzzle_indices[p : p + 2]).
         group_indices: [num_groups + 1]. Group g has the puzzles range(*group_indices[g : g + 2]).
-        augmentation: Name of the augmentation that computes the copies of puzzles. If None, `inputs` and
+        augmentation: Name of the augmentation that `read` applies to make copies. If None, `inputs` and
             `labels` contain all copies.
         transforms: uint8 [num_puzzles, bytes], transform from the original of the group to each puzzle.
         translations: uint8 [num_examples, 2], rows down and columns right by which an ARC grid is moved.

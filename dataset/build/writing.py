@@ -86,8 +86,8 @@ def write_dataset(
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Context manager that yields an empty folder, and replaces `folder` by it at the end.
 
-    The replacement is atomic. If the `with` block raises an error, `folder` is not changed. Raises ValueError
-    if another process is writing `folder`.
+    If the `with` block raises an error, or if the process is killed in it, `folder` is not changed. Raises
+    ValueError if another process is writing `folder`.
 
     folder: Path without symbolic links, as returned by `check_output_folder`.
     """
