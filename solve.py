@@ -31,7 +31,7 @@ from checkpointing.loading import load_trained_model
 from config.architecture import NumberFormat
 from config.compose import compose_config, config_with, show
 from config.programs import SolveConfig
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from distributed import log
 from distributed.errors import local_errors
 from distributed.number_format import choose_evaluation_format

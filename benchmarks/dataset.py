@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.harness import benchmark_parser, cells, measurement, parse, print_report, run_main
 from dataset.build import build_dataset
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.loader import PuzzleDataset, read_batches
 from dataset.plan import Stage, TrainPlan
 from distributed.process_group import choose_device, set_cpu_threads

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.harness import fail, parse, print_report, run_main
 from benchmarks.worlds import TINY, Trainer, World, world_parser
 from config.schema import PretrainConfig
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from distributed.mesh import Mesh, sizes_of
 from distributed.pipeline import Ring, circulate
 from distributed.process_group import world_size

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.worlds import TOTAL_STEPS
-from dataset.format import IGNORE_LABEL_ID, Metadata
+from dataset.metadata import IGNORE_LABEL_ID, Metadata
 from optimizers.learning_rate import learning_rates
 
 

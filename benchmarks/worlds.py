@@ -22,8 +22,8 @@ from torch.utils.benchmark import Measurement, timer
 from benchmarks.harness import benchmark_parser, fail, measurement, positive
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
-from dataset.format import Metadata
 from dataset.loader import Batch
+from dataset.metadata import Metadata
 from distributed.collectives import barrier, broadcast_object
 from distributed.errors import local_errors
 from distributed.launch import keep_freed_memory

@@ -21,7 +21,7 @@ from checkpointing.finding import Checkpoint
 from checkpointing.published import translate_weights
 from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files, load_joined
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from models import HaltingModel, build_model, network_class
 from models.blocks import cast_blocks_
 from models.puzzle_embedding import PuzzleEmbedding

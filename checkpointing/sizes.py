@@ -3,7 +3,7 @@
 import torch
 
 from config.architecture import Architecture
-from dataset.format import usual_metadata
+from dataset.metadata import usual_metadata
 from models import build_model
 from models.carry import State
 

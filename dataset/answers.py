@@ -6,7 +6,7 @@ labels of all examples of its group that have the same input. A group is a puzzl
 
 import numpy as np
 
-from dataset.format import IGNORE_LABEL_ID
+from dataset.metadata import IGNORE_LABEL_ID
 from dataset.randomness import random_bits, random_orders
 from dataset.sets import ConcatenatedSet, PuzzleSet
 
@@ -21,10 +21,10 @@ def read_answers(
     num_answers: int,
     seed: int,
 ) -> np.ndarray:
-    """Reads up to `num_answers` answers of some examples: int32 [n, num_answers, seq_len].
+    """Returns up to `num_answers` right answers of each example: int32 [n, num_answers, seq_len].
 
-    The first answer is the label of the example. If there are too many others, a random part of them follows.
-    It depends only on the seed and the example. Unused entries are IGNORE_LABEL_ID.
+    The first answer is the label of the example. If there are too many others, a random selection of them
+    follows. The selection depends only on the seed and the example. Unused entries are IGNORE_LABEL_ID.
 
     rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
     """

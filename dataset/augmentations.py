@@ -41,11 +41,10 @@ class Augmentation(NamedTuple):
         apply: (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None)
             -> tokens uint8 [n, seq_len].
         has_translations: Whether each example also has a translation: how far down and right its grid moves.
-        may_turn: Whether every rotated or mirrored puzzle is valid too. The model LDT then rotates and
+        may_turn: Whether every rotated or mirrored puzzle is valid, too. The model LDT then rotates and
             mirrors puzzles at random.
-        may_permute: Whether every permutation of the symbols is valid too. The model LDT then permutes them
-            at random. It also takes this as a sign that the grid has the boxes of a Sudoku
-            (`models.ldt_symmetry.turned_cells`).
+        may_permute: Whether a puzzle stays valid under every permutation of its symbols. The model LDT then
+            permutes them at random.
     """
 
     num_bytes: Callable[[int, int], int]
@@ -53,15 +52,17 @@ class Augmentation(NamedTuple):
     apply: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
     has_translations: bool = False
     may_turn: bool = False
-    may_permute: bool = False
+    may_permute: bool = False  # LDT also takes it as a sign of a grid with boxes (models/ldt_symmetry.py)
 
 
 def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
-    """Rotates or mirrors a grid [rows, columns]. `number` selects one of the 8 symmetries of a square.
+    """Rotates or mirrors a grid. `number` selects one of the 8 symmetries of a square.
 
     0: unchanged. 1 to 3: rotated by 90, 180 and 270 degrees counterclockwise. 4: mirrored left to right. 5:
     mirrored top to bottom. 6: transposed. 7: transposed along the other diagonal. `DIHEDRAL_INVERSES` has the
-    number of each inverse. The public tools use the same numbers.
+    number of each inverse.
+
+    grid: [rows, columns].
     """
     swaps, rows_from_end, columns_from_end = DIHEDRAL_FLAGS[number]
     grid = grid[::-1] if rows_from_end else grid
@@ -70,7 +71,13 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def rename_by_first_use(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
-    """Renames the tokens `free` of each row: the one that occurs first becomes free[0], and so on."""
+    """Renames the tokens `free` of each row in the order in which they occur.
+
+    The token that occurs first becomes free[0], the next one free[1], and so on. Other tokens are not
+    changed.
+
+    tokens: [n, length]. free: Tokens that may be renamed.
+    """
     if not len(free):
         return tokens
     masks = [tokens == token for token in free]
@@ -83,10 +90,7 @@ def rename_by_first_use(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
 
 
 def _look_up(tables: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns the entries tables[i, indices[i, j]] as an array [n, m] of the dtype of `tables`.
-
-    It is faster than np.take_along_axis. tables: [n, k]. indices: Integers from 0 to k - 1, [n, m].
-    """
+    # tables[i, indices[i, j]], faster than np.take_along_axis
     return tables.ravel()[indices + (np.arange(len(tables)) * tables.shape[1])[:, None]]
 
 
@@ -104,13 +108,7 @@ def _apply_to_squares(
 
 @functools.cache
 def _dihedral_cells(size: int) -> np.ndarray:
-    """Returns where each cell of a rotated or mirrored square grid comes from: int64 [8, size * size].
-
-    Entry [number, i] is the index of the original cell that cell i of the new grid shows. `number` is the
-    symmetry, as in `dihedral`. Cells are counted row by row.
-
-    size: Number of rows and of columns of the grid.
-    """
+    # Entry [number, i] is the original cell that cell i of the rotated or mirrored grid shows.
     cells = np.arange(size * size).reshape(size, size)
     return np.stack([dihedral(cells, number).ravel() for number in range(NUM_DIHEDRAL)])
 
@@ -124,10 +122,12 @@ def _dihedral_cells(size: int) -> np.ndarray:
 
 
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
-    """Splits transforms of n x n Sudokus, uint8 [count, 1 + 3 n], into four numpy views.
+    """Splits the bytes of Sudoku transforms into their four parts, as numpy views.
 
-    In this order: whether the grid is transposed (0 or 1), [count, 1]. The order of its rows, from 0, [count,
+    The parts are: whether the grid is transposed (0 or 1), [count, 1]. The order of its rows, from 0, [count,
     n]. The order of its columns, [count, n]. The new digit of each digit from 1 to n, [count, n].
+
+    transforms: Transforms of n x n Sudokus, uint8 [count, 1 + 3 n].
     """
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
@@ -168,16 +168,8 @@ def _are_sudoku_transforms(transforms: np.ndarray, seq_len: int) -> np.ndarray:
 def _apply_to_fields(
     tokens: np.ndarray, transforms: np.ndarray, translations: np.ndarray | None
 ) -> np.ndarray:
-    """Rotates or mirrors grids, exchanges their symbols, and moves them. Returns uint8 [n, cells].
-
-    Each grid lies at the top left of its field, a token array that may be larger. If the fields are not
-    squares, only the symbols are exchanged.
-
-    tokens: Fields, uint8 [n, cells]. transforms: For each field, the number of a symmetry (`dihedral`), then
-    the new symbol of each symbol, from 0, [n, 1 + symbols]. translations: How many rows down and columns
-    right each grid moves, [n, 2].
-    """
     size = math.isqrt(tokens.shape[1])
+    # If fields are not square, only the symbols are exchanged.
     if size**2 == tokens.shape[1] and (translations is not None or transforms[:, 0].any()):
         tokens = _move(tokens, transforms[:, 0], translations, size=size)
     names = np.empty((len(tokens), FIRST_SYMBOL + transforms.shape[1] - 1), np.uint8)
@@ -188,14 +180,7 @@ def _apply_to_fields(
 def _move(
     tokens: np.ndarray, numbers: np.ndarray, translations: np.ndarray | None, *, size: int
 ) -> np.ndarray:
-    """Rotates or mirrors each grid, then moves it in its field (token array).
-
-    Returns uint8 [n, cells]. Also writes the end marks below and right of each grid.
-
-    tokens: Square fields, [n, cells], with the grids at the top left. numbers: Symmetry of each grid
-    (`dihedral`), [n]. translations: How many rows down and columns right each grid moves, [n, 2]. If None, no
-    grid moves. size: Number of rows and of columns of a field.
-    """
+    # numbers: Symmetry of each grid (`dihedral`), [n]. translations: Rows down and columns right, [n, 2].
     num = len(tokens)
     is_cell = tokens.reshape(num, size, size) >= FIRST_SYMBOL
     height, width = is_cell[:, :, 0].sum(axis=1), is_cell[:, 0, :].sum(axis=1)
@@ -228,14 +213,7 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Finds the original row for each row of a rotated or mirrored grid.
-
-    Works for columns too. Returns the index of the original row times `step`. If there is no such row,
-    returns `outside`. The sum of the values of a row and of a column is the index of a cell.
-
-    positions: Row number in the new grid, [n, size]. It may be outside of the grid. length: Number of rows of
-    the grid, [n, 1]. from_end: Whether to count the original rows from the last one, bool [n, 1].
-    """
+    # The term of each row or column. positions: Its number in the transformed grid, [n, size].
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
 
@@ -273,10 +251,10 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 
 
 def find_augmentation(name: str | None) -> Augmentation | None:
-    """Returns the value of `AUGMENTATIONS` with this name, such as "sudoku", or None.
+    """Returns the augmentation with this name, such as "sudoku".
 
-    If dataset/kinds has a module of this name, imports it first, because it may add its transforms to
-    `AUGMENTATIONS`.
+    Returns None if it does not exist. If there is a kind of puzzle with this name in dataset/kinds, imports
+    it first, because it may add the augmentation.
     """
     if name is not None and name not in AUGMENTATIONS and name in _names_of_kinds():
         importlib.import_module(f"dataset.kinds.{name}")

@@ -11,8 +11,9 @@ import numpy as np
 import pydantic
 
 from dataset.augmentations import END, FIRST_SYMBOL, PAD, find_augmentation
-from dataset.format import IDENTIFIERS, JOINER, Dataset, Metadata, read_builder
+from dataset.files import IDENTIFIERS, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
+from dataset.metadata import JOINER, Dataset, Metadata
 from dataset.sets import rows_of
 from runtime.reading import MissingFileError, printable, read_json
 
@@ -24,10 +25,14 @@ _CHUNK_PUZZLES = 1 << 14
 
 @dataclasses.dataclass(frozen=True)
 class DatasetInfo:
-    """What must be known about a dataset to read and draw its puzzles. Checkpoints contain a copy.
+    """The information that is needed to read and draw the puzzles of a dataset.
 
-    metadata: Properties such as the vocabulary size. builder: Name of the builder of the dataset, such as
-    "sudoku". None if it is unknown, or if datasets of different builders are mixed.
+    Checkpoints contain a copy.
+
+    Attributes:
+        metadata: Properties of the dataset, such as its vocabulary size.
+        builder: Name of the builder of the dataset, such as "sudoku". None if it is unknown, or if datasets
+            of different builders are mixed.
     """
 
     metadata: Metadata
@@ -39,31 +44,22 @@ class DatasetInfo:
 
     @property
     def style(self) -> Style:
-        """How grids are drawn (symbols and colors).
-
-        If the kind of puzzle is unknown, tokens are shown as numbers.
-        """
         if self.vocabulary is not None:
             return self.vocabulary.style
-        return self.kind.style if self.kind else Style()
+        return self.kind.style if self.kind else Style()  # without a kind, tokens are shown as numbers
 
     @functools.cached_property
     def vocabulary(self) -> "Vocabulary | None":
-        """The symbols that the dataset defines for its tokens.
-
-        None if the kind of puzzle, such as Sudoku, defines them.
-        """
-        return Vocabulary.of(self.metadata)
+        return Vocabulary.of(self.metadata)  # None if the kind of puzzle, such as Sudoku, has the symbols
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any], *, where: str) -> "DatasetInfo":
-        """Creates a `DatasetInfo` from the dict that `to_json` returned.
+        """Creates a `DatasetInfo` from the result of `to_json`. Raises ValueError for invalid values.
 
-        Raises ValueError for invalid values. where: Name of the source, such as a file. The message starts
-        with it.
+        where: Source of the values, such as a file name. The error message starts with it.
         """
         try:
             info = pydantic.TypeAdapter(cls).validate_python(values)
@@ -78,21 +74,22 @@ class DatasetInfo:
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
     """Returns the description of a dataset that consists of one or more folders.
 
-    The name of its builder is read from each folder. It is None if the folders have different builders.
+    The name of the builder is read from each folder. If the folders have different builders, the name is
+    None.
 
-    metadata: Properties of the dataset as a whole, such as its vocabulary size.
+    metadata: Properties of the whole dataset, such as its vocabulary size.
     """
     builders = {builder and builder["name"] for builder in map(read_builder, folders)}
     return DatasetInfo(metadata, builders.pop() if len(builders) == 1 else None)
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Returns a copy of a dataset with more metadata, for models that search over cells (LDT).
+    """Returns a copy of a dataset with more metadata of its training split.
 
-    Sets three fields of the training split's metadata. `candidates` has the value input * vocab_size + label
-    for each pair (input token, label) that occurs in a cell. To find them, reads all training puzzles without
-    their augmented copies. `may_turn` says whether every rotated or mirrored puzzle is valid. `may_permute`
-    says whether every permutation of the symbols is valid.
+    The model LDT needs them. Reads all training puzzles, without augmented copies. Sets three fields of the
+    metadata. `candidates` contains input * vocab_size + label for each pair (input token, label) that occurs
+    in a scored cell. `may_turn` is True if every rotated or mirrored puzzle is valid. `may_permute` is True
+    if a puzzle stays valid under every permutation of its symbols.
     """
     metadata, found = data.metadata, set()
     for puzzle_set in data.splits["train"].sets.values():
@@ -114,10 +111,10 @@ def with_candidates(data: Dataset) -> Dataset:
 
 
 def read_names(folder: Path) -> list[str]:
-    """Returns the names of the puzzles behind the puzzle identifiers 0, 1, ... of a dataset folder.
+    """Returns the names of the puzzles of a dataset folder, by puzzle identifier.
 
-    Example: ["<blank>", "0a938d79"]. Reads the file identifiers.json. Returns [] if it is missing or contains
-    no list.
+    Example: ["<blank>", "0a938d79"]. A puzzle identifier is the number of a puzzle embedding. Returns [] if
+    the file identifiers.json is missing or does not contain a list.
     """
     try:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
@@ -127,9 +124,9 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Like `read_names`, but raises ValueError if the number of names is wrong.
+    """Like `read_names`, but raises ValueError unless there is one name for each identifier.
 
-    metadata: Says how many puzzle identifiers the dataset in `folder` has.
+    metadata: Metadata of the dataset in `folder`.
     """
     names, num = read_names(folder), metadata.num_puzzle_identifiers
     if len(names) != num:
@@ -147,10 +144,10 @@ def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
 
 
 def characters(text: str) -> list[str]:
-    """Splits a text into characters as readers see them, in the normal form NFC.
+    """Splits a text into characters as readers see them, after Unicode normalization (NFC).
 
-    A combining mark, a variation selector, or a zero-width joiner with the character after it stays with the
-    character before it. Example: an emoji with U+FE0F is one character.
+    Combining marks, variation selectors and zero-width joiners are not characters of their own. Example: an
+    emoji with U+FE0F is one character.
     """
     found: list[str] = []
     for point in unicodedata.normalize("NFC", text):
@@ -163,9 +160,15 @@ def characters(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The symbols of a dataset, and the size of its field (the token array in which a grid lies).
+    """Converts puzzles between text and tokens, for a dataset that defines its own symbols.
 
-    symbols: Texts of the tokens 2, 3, ... num_rows, num_columns: Size of the field.
+    A grid is a list of rows, and a row is a list of symbols. A grid may be smaller than the token array that
+    contains it.
+
+    Attributes:
+        symbols: Texts of the tokens 2, 3, ...
+        num_rows: Number of rows of the token array.
+        num_columns: Number of columns of the token array.
     """
 
     symbols: tuple[str, ...]
@@ -174,7 +177,7 @@ class Vocabulary:
 
     @staticmethod
     def of(metadata: Metadata) -> "Vocabulary | None":
-        """Returns the symbols and the size of the field (token array) that a dataset's metadata define.
+        """Returns the vocabulary that the metadata of a dataset define.
 
         Returns None if the metadata define no symbols.
         """
@@ -184,33 +187,31 @@ class Vocabulary:
 
     @property
     def parts_by_spaces(self) -> bool:
-        """Whether spaces separate the symbols of a row in a text. True if a symbol has several characters."""
+        # Symbols of one character need no separators.
         return any(len(characters(symbol)) > 1 for symbol in self.symbols)
 
     def parse(self, text: str) -> list[list[str]]:
-        """Converts a text to a grid: a list of rows of symbols. Each line is a row.
+        """Converts a text to a grid, a list of rows of symbols.
 
-        If every symbol is one character, and none is a space, spaces may also separate rows. Raises
-        ValueError for an unknown symbol, rows of unequal length, or a grid that is larger than the dataset
-        allows.
+        Each line of the text is a row. Raises ValueError for an unknown symbol, rows of unequal length, or a
+        grid that is larger than the dataset allows.
         """
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:
-            lines = text.split()
+            lines = text.split()  # rows may also be separated by spaces
         grid = [line.split() if self.parts_by_spaces else characters(line) for line in lines]
         self.tokens_of(grid)
         return grid
 
     def read_puzzle(self, text: str) -> "FieldPuzzle":
-        """Reads a puzzle from a text. Raises ValueError if the text is not a grid of these symbols."""
         tokens = self.tokens_of(self.parse(text))
         return FieldPuzzle(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
 
     def tokens_of(self, grid: Grid) -> np.ndarray:
-        """Converts a grid of symbols to tokens, uint8 [seq_len]. The grid lies at the top left of this array.
+        """Converts a grid of symbols to tokens: uint8 [seq_len].
 
-        The rest of the array is padding and end marks. Raises ValueError if the grid does not fit, or has an
-        unknown symbol.
+        The grid is at the top left of the token array. The rest of the array is padding and end marks. Raises
+        ValueError if the grid has an unknown symbol, or is larger than the token array.
         """
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
@@ -223,10 +224,12 @@ class Vocabulary:
         return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Finds the grid in a token array, [seq_len].
+        """Returns the indices of the cells of the grid in a token array.
 
-        Returns the indices of its cells: int64 [rows, columns]. The grid starts at the top left. Its first
-        row and first column end at the first token that is not a symbol.
+        The result is int64 [rows, columns]. The grid is at the top left, and may be smaller than the array.
+        Its first row and first column end at the first token that is not a symbol.
+
+        tokens: Token array, [seq_len].
         """
         field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
         lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
@@ -234,9 +237,9 @@ class Vocabulary:
         return np.arange(field.size).reshape(field.shape)[:num_rows, :num_columns]
 
     def list_symbols(self, most: int = 40) -> str:
-        """Returns the symbols as a text for messages, such as "# . S and 2 more".
+        """Returns the symbols as a text, such as "# . S and 2 more".
 
-        Lists only the first `most` symbols.
+        most: Number of symbols to list.
         """
         names = ["space" if symbol == " " else symbol for symbol in self.symbols]
         more = [f"and {len(names) - most} more"] if len(names) > most else []
@@ -256,23 +259,20 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class FieldPuzzle(Puzzle):
-    """A puzzle in the symbols that its dataset defines.
-
-    vocabulary: The symbols, and the size of the field (the token array in which a grid lies).
-    """
+    """A puzzle of a dataset that defines its own symbols (`vocabulary`)."""
 
     vocabulary: Vocabulary | None = None
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Finds the grid in an answer, [seq_len]. Returns the indices of its cells: int64 [rows, columns]."""
         return self.vocabulary.cells_of(tokens)
 
 
 def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
     """Returns (number of rows, number of columns) of a grid.
 
-    Raises ValueError if it is empty, or if its rows differ in length. name: Name of the grid, for the
-    message.
+    Raises ValueError if the grid is empty, or if its rows have different lengths.
+
+    name: Name of the grid in the error message.
     """
     lengths = [len(row) for row in rows]
     if not lengths or not lengths[0]:
@@ -284,12 +284,13 @@ def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
 
 
 def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:
-    """Writes a grid at the top left of a field (token array). Returns uint8 [num_rows * num_columns].
+    """Converts a grid of numbered symbols to tokens: uint8 [num_rows * num_columns].
 
-    The symbols 0, 1, ... become the tokens 2, 3, ... The row below the grid and the column to its right
-    become END (1), if the field has room for them. All other cells become PAD (0).
+    The grid is at the top left of the token array. The symbols 0, 1, ... become the tokens 2, 3, ... The row
+    below the grid and the column to its right become END (1), if the array has room for them. All other cells
+    become PAD (0).
 
-    grid: Symbols as numbers from 0, [rows, columns]. num_rows, num_columns: Size of the field.
+    grid: Symbols as numbers from 0, [rows, columns]. num_rows, num_columns: Size of the token array.
     """
     rows, columns = grid.shape
     tokens = np.full((num_rows, num_columns), PAD, np.uint8)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataset.format import Metadata
 from dataset.kinds.kind import Style, crop, to_grid
+from dataset.metadata import Metadata
 
 THEME, *SCRIPTS = (Path(__file__).with_name(file_name) for file_name in ("theme.css", "theme.js", "grid.js"))
 GREEN = "32"
@@ -26,13 +26,13 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
-    """Returns the indices of the cells of a token array that are drawn: int64 [rows, columns].
+    """Returns which cells of a token array to draw, as indices: int64 [rows, columns].
 
-    If grids may be smaller than the array, as in ARC, only the rectangle that contains the grid is drawn.
-    Otherwise all cells are drawn.
+    In most kinds of puzzles, all cells are drawn. In some kinds, such as ARC, a grid may be smaller than the
+    array. Then only the rectangle that contains the grid is drawn.
 
-    tokens: The array, [seq_len]. frame: Another array, such as the label, [seq_len]. If given, its grid and
-    end marks define the rectangle, and not the grid of `tokens`.
+    tokens: The array, [seq_len]. frame: Another array, such as the label, [seq_len]. If given, its grid
+    defines the rectangle, including the end marks around the grid.
     """
     cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
     if style.first_of_field is None:
@@ -48,21 +48,20 @@ def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
 
 
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
-    """Returns the number of the region (such as the box of a Sudoku) of each cell, row by row.
+    """Returns the number of each cell's region, row by row.
 
-    Returns None if grids of `num_cells` cells have no regions.
+    Example of a region: a box of a Sudoku. Returns None if grids of `num_cells` cells have no regions.
     """
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)
 
 
 def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.ndarray | None:
-    """Returns the number of the region of each drawn cell, int64 [rows, columns], or None.
+    """Returns the number of the region of each drawn cell: int64 [rows, columns].
 
     Returns None if the grid has no regions, or if all regions are rectangles, such as the boxes of a Sudoku.
-    A terminal then shows no lines between regions.
 
-    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of cells of the whole grid.
+    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of all cells.
     """
     numbers = np.array(regions_of(style, num_cells) or [0] * num_cells)
     grid = to_grid(numbers, num_columns=style.num_columns)
@@ -71,9 +70,9 @@ def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.nda
 
 
 def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
-    """Returns what the script grid.js needs to draw grids on a web page, as JSON values.
+    """Returns the settings with which the script grid.js draws grids on a web page.
 
-    Examples of keys are "symbols", "colors" and "regions". Empty cells and padding have the symbol "".
+    Examples of keys are "symbols", "colors" and "regions". All values can be converted to JSON.
     """
     tokens = range(metadata.vocab_size)
     is_blank = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
@@ -99,12 +98,11 @@ def draw(
     is_new: np.ndarray | None = None,
     is_wrong: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws a grid for a terminal. Returns lines of text: the title, then each row.
+    """Draws a grid for a terminal. Returns lines of text: the title, then the rows.
 
-    Also draws lines between regions that are not rectangles. tokens: The grid, [seq_len]. color: Whether to
-    use ANSI codes. frame: Another grid, such as the label. If given, its size decides which cells are drawn.
-    is_new: Cells to draw in green if `style.marks_new`, bool [seq_len]. is_wrong: Cells to draw white on red,
-    followed by an x, bool [seq_len].
+    tokens: The grid, [seq_len]. color: Whether to use ANSI color codes. frame: Another grid, such as the
+    label. If given, its size decides which cells are drawn. is_new: Cells to draw in green if
+    `style.marks_new`, bool [seq_len]. is_wrong: Cells to draw white on red, followed by an x, bool [seq_len].
     """
     cells = cells_of(style, tokens, frame=frame)
 
@@ -131,14 +129,14 @@ def draw_cells(
     marks: np.ndarray | None = None,
     regions: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws texts [rows, columns] for a terminal, in columns of equal width.
+    """Draws a table of texts for a terminal, with columns of equal width.
 
-    Returns lines of text: the title, then a line for each row. If `regions` is given, there are also lines
-    between rows.
+    Returns lines of text: the title, then the rows. If `regions` is given, lines with the borders of regions
+    are between the rows.
 
-    styles: ANSI codes of each cell, such as "32" for green, or "". gap: Text between the cells of a row.
-    marks: Text after each cell, in the same color. regions: Number of each cell's region, [rows, columns]. If
-    given, draws the borders between regions. The gap between cells is then one character.
+    texts: [rows, columns]. styles: ANSI code of each cell, such as "32" for green, or "". gap: Text between
+    the cells of a row. It is not used with `regions`. color: Whether to use the ANSI codes. marks: Text after
+    each cell, in the same color. regions: Number of each cell's region, [rows, columns].
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
@@ -156,15 +154,10 @@ def draw_cells(
 
 
 def _with_lines(drawn: list[list[str]], regions: np.ndarray, *, width: int) -> list[str]:
-    """Adds lines between regions to a drawn grid. Returns the lines of text.
-
-    drawn: Texts of the cells of each row. regions: Number of each cell's region, [rows, columns]. width:
-    Number of characters of a cell.
-    """
     walls = np.pad(regions[:, 1:] != regions[:, :-1], [(0, 0), (0, 1)])  # right of each cell
     floors = np.pad(regions[1:] != regions[:-1], [(0, 1), (0, 1)])  # below each cell
     is_upright, is_level = walls | np.roll(walls, -1, axis=0), floors[:, :-1] | floors[:, 1:]  # at its corner
-    lines = []
+    lines = []  # for each row of cells: the row, then the borders below it
     for row, cells in enumerate(drawn):
         ends = (" |"[wall] for wall in walls[row].tolist())
         lines.append("".join(cell + end for cell, end in zip(cells, ends, strict=True)))
@@ -175,12 +168,14 @@ def _with_lines(drawn: list[list[str]], regions: np.ndarray, *, width: int) -> l
 
 
 def without_codes(text: str) -> str:
-    """Returns a text without ANSI codes. Its length is then the width in a terminal."""
-    return _ANSI.sub("", text)
+    return _ANSI.sub("", text)  # its length is the width in a terminal
 
 
 def side_by_side(drawings: Sequence[list[str]]) -> str:
-    """Returns a text that shows several drawings next to each other. Each drawing is a list of lines."""
+    """Returns a text that shows several drawings next to each other.
+
+    drawings: Each drawing is a list of lines of text.
+    """
     widths = [max(len(without_codes(line)) for line in lines) + 3 for lines in drawings]
     rows = []
     for lines in itertools.zip_longest(*drawings, fillvalue=""):
@@ -205,10 +200,13 @@ _COLOR = re.compile(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);")
 
 
 class Paint(NamedTuple):
-    """How a cell looks in an SVG.
+    """The appearance of a cell in an SVG.
 
-    ground: Color of the background. opacity: Opacity of the background. text: Text in the cell. kind: CSS
-    class of the text.
+    Attributes:
+        ground: Color of the background.
+        opacity: Opacity of the background, from 0 to 1.
+        text: Text in the cell.
+        kind: CSS class of the text.
     """
 
     ground: str = ""
@@ -218,10 +216,10 @@ class Paint(NamedTuple):
 
 
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
-    """Returns how a cell with this token looks in an SVG.
+    """Returns the appearance in an SVG of a cell with this token.
 
-    is_clue: Whether the token of the cell is given by the puzzle. doubt: How unsure the model is about the
-    cell, from 0 (sure) to 1. It changes the opacity of the background.
+    is_clue: Whether the cell is given by the puzzle. doubt: How unsure the model is about the cell, from 0
+    (sure) to 1. It changes the opacity of the background.
     """
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))
@@ -232,10 +230,13 @@ def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -
 
 @dataclasses.dataclass(frozen=True)
 class SvgGrid:
-    """Draws the parts of a grid in an SVG.
+    """Creates the SVG elements of a grid. All positions and sizes are in SVG units.
 
-    rows, columns: Size in cells. left, top: Position of the top left corner. size: Side of a cell. Positions
-    and sizes are in SVG units.
+    Attributes:
+        rows: Number of rows of cells.
+        columns: Number of columns of cells.
+        left, top: Position of the top left corner of the grid.
+        size: Width and height of a cell.
     """
 
     rows: int
@@ -246,7 +247,6 @@ class SvgGrid:
 
     @property
     def frame(self) -> str:
-        """The SVG attributes (x, y, width, height) of a rectangle around all cells."""
         width, height = self.columns * self.size, self.rows * self.size
         return f'x="{self.left:.4g}" y="{self.top:.4g}" width="{width:.4g}" height="{height:.4g}"'
 
@@ -273,9 +273,11 @@ class SvgGrid:
         )
 
     def lines(self, regions: Sequence[int] | None) -> Iterator[str]:
-        """Yields SVG elements: the lines between cells, then the frame. Lines between regions are thicker.
+        """Yields the SVG elements of the lines of the grid.
 
-        regions: The number of each cell's region, row by row. If None, the grid is one region.
+        They are the lines between cells and the frame around the grid. Lines between regions are thicker.
+
+        regions: Number of each cell's region, row by row. If None, the grid has no regions.
         """
         numbers = np.zeros((self.rows, self.columns), int)
         if regions is not None:
@@ -296,25 +298,21 @@ class SvgGrid:
 
 
 def _runs(values: np.ndarray) -> Iterator[tuple[int, int, bool]]:
-    """Splits values into runs of equal values. Yields (first index, end index, value) of each run.
-
-    values: bool [n].
-    """
     ends = [*(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
     for first, end in itertools.pairwise([0, *ends]):
-        yield first, end, bool(values[first])
+        yield first, end, bool(values[first])  # a run of equal values
 
 
 def light_colors() -> dict[str, str]:
-    """Returns the colors of theme.css for light mode, as {"var(--<name>)": "#rrggbb"}."""
+    """Returns the colors of theme.css for light mode, such as {"var(--ink)": "#1f2024"}."""
     return {f"var(--{name})": color for name, color, _ in _COLOR.findall(THEME.read_text())}
 
 
 def svg_file(content: str, *, width: float, height: float, title: str, style: str = "") -> str:
-    """Returns the text of an SVG file with `content` on a background with round corners.
+    """Returns the text of an SVG file that shows `content` on a rounded background.
 
-    width, height: Size of the background. style: CSS. It and the content may use the color variables of
-    theme.css, such as var(--ink).
+    content: SVG elements. width, height: Size of the background. title: Title of the SVG document. style:
+    Additional CSS. `content` and `style` may use the color variables of theme.css, such as var(--ink).
     """
     colors = _COLOR.findall(THEME.read_text())
     light = "".join(f"--{name}:{color};" for name, color, _ in colors)

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 
 from dataset.augmentations import FIRST_SYMBOL, find_augmentation
 from dataset.description import read_info, read_names
-from dataset.format import BLANK, Dataset, load_metadata
+from dataset.files import load_metadata
+from dataset.metadata import BLANK, Dataset
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from runtime.reading import MissingFileError, read_bytes
 
@@ -37,24 +38,24 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 
 
 def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequence[Path]) -> np.ndarray:
-    """Returns a hash of each example that is not an augmented copy: uint64 [n], in their order.
+    """Returns a hash of each example that is not an augmented copy: uint64 [n].
 
-    Two examples with the same hash are the same puzzle, also in different datasets. Exception: an ARC pair
-    without an answer has the hash 0 (`UNKNOWN`).
+    Equal examples have equal hashes, also in different datasets. The hash of an ARC example without an answer
+    is 0 (`UNKNOWN`).
 
-    split: "train" or "test". folders: Dataset folders. `data.parts` has the index of each set's folder in
-    them.
+    split: "train" or "test". folders: All folders of the dataset.
     """
     parts = ((part, split, folders[index]) for index, part in data.parts)
     return np.concatenate([compared.hash() for part in parts for compared in read_compared(*part)])
 
 
 class Compared(NamedTuple):
-    """A chunk of examples, reduced to what decides whether two examples are equal.
+    """The data of several examples that decide whether two examples are equal.
 
     Attributes:
-        tokens: Tokens of the inputs, [n, length]. In ARC: grids of inputs and answers, uint8 [n, 2 * 900].
-        names: Hash of the name of each task, uint64 [n]. None in ARC, where names do not matter.
+        tokens: Tokens of the inputs, [n, length]. In ARC: grids of inputs and answers, uint8 [n, 1800] (30 x
+            30 cells each).
+        names: Hash of the name of each example's task, uint64 [n]. None in ARC, where names do not matter.
         is_known: Whether the answer is known, bool [n]. Only in ARC it may be unknown.
     """
 
@@ -63,9 +64,11 @@ class Compared(NamedTuple):
     is_known: np.ndarray
 
     def hash(self, hash_tokens: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
-        """Returns a hash of each example: uint64 [n]. It is 0 if the answer of the example is not known.
+        """Returns a hash of each example: uint64 [n].
 
-        hash_tokens: Function that hashes each row of `tokens`. If None, `hash_rows`.
+        If the answer of an example is not known, its hash is 0.
+
+        hash_tokens: Function that hashes each row of `tokens`. If None, `hash_rows` is used.
         """
         hashes = (hash_tokens or hash_rows)(self.tokens)
         hashes = hashes if self.names is None else mix(hashes ^ self.names)
@@ -73,9 +76,9 @@ class Compared(NamedTuple):
 
 
 def read_compared(data: PuzzleSet, split: str, folder: Path) -> Iterator[Compared]:
-    """Yields the examples of one set of puzzles in chunks, without augmented copies.
+    """Yields the data that decide which examples are equal, in chunks. Skips augmented copies.
 
-    split: "train" or "test". folder: Dataset folder that contains the set.
+    data: Set of puzzles. split: "train" or "test". folder: Dataset folder that contains the set.
     """
     metadata = load_metadata(folder, split)
     kind = read_info([folder], metadata).kind
@@ -116,7 +119,10 @@ def hash_rows(tokens: np.ndarray) -> np.ndarray:
 
 
 def mix(hashes: np.ndarray) -> np.ndarray:
-    """Scrambles the bits of each hash, uint64 [n]. Different hashes stay different (splitmix64)."""
+    """Scrambles the bits of each integer, as the random generator splitmix64 does: uint64 [n].
+
+    Different integers stay different.
+    """
     hashes = hashes + np.uint64(0x9E3779B97F4A7C15)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         hashes ^= hashes >> np.uint64(shift)
@@ -125,11 +131,7 @@ def mix(hashes: np.ndarray) -> np.ndarray:
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
-    """Moves ARC grids to the top left of 30 x 30 arrays. All other cells become 0.
-
-    Returns tokens, uint8 [n, 900]. tokens: Token arrays (fields) of up to 30 x 30 cells, [n, cells]. Each
-    contains one grid at any position.
-    """
+    # Moves each grid to the top left of a 30 x 30 array, so that its position in the field does not matter.
     size = math.isqrt(tokens.shape[1])
     fields = tokens.reshape(-1, size, size)
     is_cell = fields >= FIRST_SYMBOL
@@ -142,7 +144,7 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
 
 
 def hash_training(data: Dataset) -> dict[str, np.ndarray]:
-    """Returns the hashes of all training examples that are not augmented copies.
+    """Returns a hash of each training example that is not an augmented copy.
 
     The result is {name of the training set: uint64 [n]}, in the order of the examples.
     """
@@ -153,13 +155,13 @@ def hash_training(data: Dataset) -> dict[str, np.ndarray]:
 def join_repeats(
     data: Dataset, hashes: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns a copy of `held_out` in which no puzzle is both trained on and held out.
+    """Returns a copy of `held_out` in which groups with equal examples have equal values.
 
-    A group is a puzzle with its augmented copies. It is either trained on or held out for validation. Groups
-    with an equal example, directly or through other groups, are connected. All connected groups are treated
-    as the first of them in the order of the training sets.
+    A group is a puzzle with its augmented copies. If an example occurs in several groups, these groups are
+    connected, also through other groups. All connected groups get the value of the first of them.
 
-    hashes: Result of `hash_training`. held_out: {training set: bool [num_groups]}. True means held out.
+    hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
+    that are held out for validation.
     """
     sets = data.splits["train"].sets
     sizes = np.concatenate([_original_sizes(training_set) for training_set in sets.values()])
@@ -182,13 +184,12 @@ def join_repeats(
 def trained_in_folders(
     data: Dataset, hashes: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
 ) -> dict[int, np.ndarray]:
-    """Returns the hashes of the examples that are trained on, for each dataset folder.
+    """Returns the hashes of the examples that are trained on.
 
-    The result is {index of the folder: uint64 [n]}. A folder without a training set is left out.
+    The result is {index of the dataset folder: uint64 [n]}. A folder without a training set is left out.
 
-    hashes: Result of `hash_training`. held_out: {training set: whether each group is held out, bool
-    [num_groups]}. A group is a puzzle with its augmented copies. All examples of a set that is not in
-    `held_out` are trained on.
+    hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
+    (puzzles with their augmented copies) that are not trained on. Missing sets are trained on completely.
     """
     found: dict[int, list[np.ndarray]] = {folder: [] for folder in range(len(data.folders))}
     for name, training_set in data.splits["train"].sets.items():
@@ -200,10 +201,7 @@ def trained_in_folders(
 
 
 def _original_sizes(data: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns for each group how many examples its original puzzle has: [num_groups].
-
-    A group is a puzzle with its augmented copies.
-    """
+    # The number of examples of each group's original puzzle: [num_groups].
     return np.diff(data.puzzle_indices)[np.asarray(data.group_indices[:-1], np.int64)]
 
 
@@ -213,10 +211,10 @@ class Trained:
 
     Attributes:
         hashes: Hashes, uint64 [n], ascending and distinct.
-        rate: Fraction of all examples that `hashes` contains, a power of 2. If it is less than 1, these are
-            the examples with a hash below rate x 2^64.
-        is_complete: Whether nothing else was trained on. False if the model started from a checkpoint with
-            unknown training examples.
+        rate: Fraction of all examples that `hashes` contains, a power of 2. If it is less than 1, only hashes
+            below rate * 2^64 are stored.
+        is_complete: Whether the model was trained on no other examples. False if the model started from a
+            checkpoint with unknown training examples.
     """
 
     hashes: np.ndarray
@@ -225,20 +223,18 @@ class Trained:
 
     @staticmethod
     def of(hashes: Sequence[np.ndarray], *, is_complete: bool = True) -> "Trained":
-        """Returns the set of training examples (`Trained`) that consists of all these hashes.
+        """Creates a `Trained` from arrays of hashes, uint64 [n] each. Repeated hashes count once.
 
-        Repeated hashes count once. The hash 0 of ARC pairs without an answer is left out.
-
-        hashes: Arrays uint64 [n]. is_complete: False if the model was also trained on unknown examples.
+        The hash 0 of ARC examples without an answer is left out.
         """
         found = np.sort(np.concatenate([np.zeros(1, np.uint64), *hashes]))  # UNKNOWN is always the first
         return Trained(found[1:][found[1:] != found[:-1]], is_complete=is_complete)
 
     def sample(self, rate: float) -> "Trained":
-        """Returns a `Trained` that contains only the hashes below rate * 2^64.
+        """Returns a `Trained` that contains only about the fraction `rate` of all examples.
 
-        Hashes are random, so these are about the fraction `rate` of all examples. If the `rate` of this
-        object is already that small, returns the object itself.
+        It contains the hashes below rate * 2^64. If the `rate` of this object is already that small, returns
+        the object itself.
         """
         if rate >= self.rate:
             return self
@@ -247,8 +243,7 @@ class Trained:
     def join(self, other: "Trained | None") -> "Trained":
         """Returns the training examples of `self` and `other` together.
 
-        If only a sample of the examples of one is stored, the result is a sample of the same rate. Returns
-        `self` if `other` is None or adds nothing.
+        The `rate` of the result is the smaller of both. If `other` is None or adds nothing, returns `self`.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self
@@ -258,27 +253,23 @@ class Trained:
         return dataclasses.replace(joined, rate=sampled.rate)
 
     def contains(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns for each of `hashes` (uint64 [n]) whether it is a training example: bool [n].
+        """Returns for each of `hashes` whether it is a training example: bool [n].
 
-        If `rate` is less than 1, only a sample of the training examples is known. False may then be wrong
-        (see `covers`).
+        If `rate` is less than 1, only a sample of the training examples is known, and False may be wrong (see
+        `covers`).
         """
         found = np.append(self.hashes, np.uint64(UNKNOWN))
         return (found[self.hashes.searchsorted(hashes)] == hashes) & (hashes != UNKNOWN)
 
     def covers(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns for each of `hashes` (uint64 [n]) whether the answer of `contains` is certain: bool [n].
+        """Returns for each of `hashes` whether the result of `contains` is certain: bool [n].
 
-        It is uncertain for examples that do not belong to the stored sample, and for the hash 0 (unknown).
+        It is uncertain for hashes outside of the stored sample, and for the hash 0 (unknown).
         """
         is_known = hashes != UNKNOWN
         return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))
 
     def to_bytes(self) -> bytes:
-        """Returns the content of a file that stores the hashes. `read_trained` reads it.
-
-        If there are more than 100,000 hashes, the file contains a sample.
-        """
         sample = self
         while len(sample.hashes) > _MOST_HASHES:
             sample = sample.sample(sample.rate / 2)
@@ -288,7 +279,7 @@ class Trained:
 
 
 def read_trained(path: Path) -> Trained | None:
-    """Reads from a file which examples a model was trained on. `Trained.to_bytes` makes such files.
+    """Reads a file that contains the result of `Trained.to_bytes`.
 
     Returns None if the file is missing. Raises ValueError if it is damaged.
     """

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataset.format import BLANK, DIGESTS, IDENTIFIERS, Dataset, load_metadata
+from dataset.files import DIGESTS, IDENTIFIERS, load_metadata
+from dataset.metadata import BLANK, Dataset
 from runtime.reading import MissingFileError, parse_json, printable, read_arrays, read_bytes
 
 _MOST_NAME_BYTES = 2**28  # size limit of all names: a million variants have long names
@@ -23,15 +24,19 @@ _ONLY_BLANK = json.dumps([BLANK]).encode()
 
 
 class Match(NamedTuple):
-    """Which rows of a model's puzzle table (its puzzle embeddings) belong to the puzzles of a dataset.
+    """The puzzle embeddings of a model that belong to the puzzles of a dataset.
+
+    The model stores its puzzle embeddings as rows of a table. A dataset numbers its puzzles by puzzle
+    identifiers.
 
     Attributes:
-        rows: Row of each puzzle identifier, int64 [identifiers]. -1 if the model has no row for its
-            puzzle.
-        is_other: bool [identifiers]. True if the model has a row with this name, but for another task.
-            `rows` is -1 then.
-        num_rows: Number of rows of the model.
-        num_additional: Number of the model's row names that the dataset does not have, without "<blank>".
+        rows: Row of the table for each puzzle identifier, int64 [identifiers]. -1 if the table has no row for
+            its puzzle.
+        is_other: bool [identifiers]. True if the table has a row with the name of the puzzle, but for another
+            task. `rows` is -1 then.
+        num_rows: Number of rows of the table.
+        num_additional: Number of puzzle names of the model that the dataset does not have. The name "<blank>"
+            does not count.
     """
 
     rows: np.ndarray
@@ -42,15 +47,15 @@ class Match(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Identities:
-    """Says which puzzle each puzzle identifier (0, 1, ...) of one or more dataset folders stands for.
+    """Says which puzzle each puzzle identifier (embedding number) of a dataset stands for.
 
-    A puzzle is identified by its name and, if known, by a digest of its task. The names are not parsed until
-    they are compared, because a million names take a second.
+    A puzzle is identified by its name and, if known, by a hash of its ARC task. The dataset may have several
+    folders.
 
     Attributes:
         folders: Names of the folders.
         names: Content of each folder's identifiers.json.
-        sizes: Number of identifiers of each folder.
+        sizes: Number of puzzle identifiers of each folder.
         digests: Hash of the ARC task of each identifier, uint64 [sum of sizes]. 0 if the task is unknown.
     """
 
@@ -69,7 +74,7 @@ class Identities:
         return same_folders and same_names and np.array_equal(self.digests, other.digests)
 
     def keys(self, *, with_folders: bool) -> list[str] | None:
-        """Returns the name of the puzzle behind each puzzle identifier, in order.
+        """Returns the name of the puzzle of each puzzle identifier, in order.
 
         Returns None if a folder does not name each of its identifiers.
 
@@ -88,11 +93,11 @@ class Identities:
         return keys
 
     def match(self, data: "Identities") -> Match | None:
-        """Finds which row of a model's puzzle table belongs to each puzzle of a dataset (see `Match`).
+        """Finds the puzzle embeddings of a model that belong to the puzzles of a dataset.
 
-        `self` describes the rows of the model, `data` the puzzle identifiers of the dataset. Puzzles are
-        compared by name. If both have only one folder, the name of the folder does not matter. Returns None
-        if the model or the dataset does not name each identifier.
+        `self` describes the model, and `data` describes the dataset. Puzzles are matched by name. If the
+        model or the dataset has several folders, the names of the folders must match, too. Returns None if
+        puzzle identifiers of the model or of the dataset have no names.
         """
         with_folders = len(self.folders) > 1 or len(data.folders) > 1
         known, data_keys = (identities.keys(with_folders=with_folders) for identities in (self, data))
@@ -106,7 +111,6 @@ class Identities:
         return Match(np.where(is_other, -1, rows), is_other, len(known), num_additional)
 
     def to_bytes(self) -> bytes:
-        """Returns the content of a file that stores these values. `read_identities` reads it."""
         lengths = [len(text) for text in self.names]
         header = json.dumps([*zip(self.folders, lengths, self.sizes, strict=True)]).encode()
         texts = {"folders": header, "names": b"".join(self.names)}
@@ -121,12 +125,10 @@ class Identities:
 
 
 def identities_of(data: Dataset) -> Identities | None:
-    """Returns which puzzle each puzzle identifier (embedding number) of a dataset stands for: name and
-    digest.
+    """Returns which puzzle each puzzle identifier (embedding number) of a dataset stands for.
 
-    In most datasets, such as Sudoku, all puzzles share one identifier, which needs no name. Returns None if a
-    folder has several identifiers, but no identifiers.json with their names. Raises ValueError if digests.npy
-    does not have one digest for each identifier.
+    Returns None if a folder has several identifiers, but no file identifiers.json with their names. Raises
+    ValueError if the file digests.npy is not valid.
     """
     split = next(iter(data.splits))
     sizes = tuple(load_metadata(folder, split).num_puzzle_identifiers for folder in data.folders)
@@ -157,10 +159,9 @@ def _read_digests(path: Path, size: int) -> np.ndarray:
 
 
 def read_identities(path: Path) -> Identities | None:
-    """Reads from a file which puzzle each puzzle identifier stands for.
+    """Reads a file that contains the result of `Identities.to_bytes`.
 
-    `Identities.to_bytes` makes such files. Returns None if the file is missing. Raises ValueError if it is
-    damaged.
+    Returns None if the file is missing. Raises ValueError if it is damaged.
     """
     advice = "Delete it. Puzzle embeddings are then matched by number."
     try:

@@ -12,7 +12,8 @@ import numpy as np
 
 from dataset.description import read_info
 from dataset.equal import UNKNOWN, Compared, read_compared
-from dataset.format import Dataset, open_dataset
+from dataset.files import open_dataset
+from dataset.metadata import Dataset
 from dataset.symmetry import Symmetry, find_symmetry
 from runtime.command_line import OneLineParser, add_plugin_option, one_line_errors
 
@@ -20,19 +21,19 @@ _MOST_CANDIDATES = 16  # training puzzles with the same hash that are searched f
 
 
 class Leaked(NamedTuple):
-    """Counts how many test puzzles of one set are training puzzles.
+    """Number of puzzles in one test set that are also training puzzles.
 
     Attributes:
-        name: Folder and name of the set.
-        count: Number of test puzzles. ARC pairs with an unknown answer are included.
+        name: Dataset folder and name of the test set.
+        count: Number of test puzzles.
         exact: Number of test puzzles that are equal to a training puzzle.
-        symmetric: `exact`, and the test puzzles that are transformed training puzzles, for example
-            rotated. None if the transforms of this kind of puzzle are not known.
-        at_most: `symmetric`, and the test puzzles for which the search stopped early.
+        symmetric: Number of test puzzles that are equal to a training puzzle or to a transformed training
+            puzzle, such as a rotated one. None if the transforms of this kind of puzzle are not known.
+        at_most: Upper bound of `symmetric`. It is greater than `symmetric` if a search stopped early.
     """
 
     name: str
-    count: int
+    count: int  # includes ARC pairs with an unknown answer
     exact: int
     symmetric: int | None = None
     at_most: int | None = None
@@ -55,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_leaked(folders: Sequence[Path]) -> Iterator[Leaked]:
-    """Compares the test puzzles with all training puzzles. Yields the result of each test set.
+    """Compares test puzzles with all training puzzles. Yields a result for each test set.
 
-    Augmented copies are not read. Raises ValueError if a folder is not a dataset, or if the folders have
-    different kinds of puzzles or symbols.
+    Augmented copies of puzzles are not compared. Raises ValueError if a folder is not a dataset, or if the
+    folders have different kinds of puzzles or symbols.
+
+    folders: Dataset folders. The test puzzles of each are compared with the training puzzles of all.
     """
     opened = [open_dataset(folder, read_everything=False) for folder in folders]
     infos = [read_info(data.folders, data.metadata) for data in opened]
@@ -110,17 +113,12 @@ def _read_training(opened: Sequence[Dataset]) -> Iterator[Compared]:
 
 
 def _search(puzzle: np.ndarray, candidates: Sequence[np.ndarray], symmetry: Symmetry) -> bool | None:
-    """Returns whether a transform maps one of the candidates to the puzzle.
-
-    Returns None if this is not decided, because a search takes too long or there may be more candidates.
-    puzzle, candidates: Tokens [length] each. symmetry: Searches for the transforms.
-    """
     is_open = len(candidates) == _MOST_CANDIDATES  # there may be more
     for candidate in candidates:
         if found := symmetry.maps(candidate, puzzle):
             return True
         is_open |= found is None
-    return None if is_open else False
+    return None if is_open else False  # None: not decided
 
 
 if __name__ == "__main__":

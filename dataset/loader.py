@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from dataset.answers import read_answers
 from dataset.description import read_names
-from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Metadata
+from dataset.metadata import BLANK, IGNORE_LABEL_ID, Dataset, Metadata
 from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
@@ -21,31 +21,28 @@ _END_SECONDS = 5.0  # maximum wait for a read in progress
 
 
 class Batch(NamedTuple):
-    """The examples of this rank in one step: its part of the global batch.
+    """A batch of examples as tensors. With several ranks, this rank's part of the batch.
 
-    It is also a part of the model's state between steps (the carry): the examples that the model still works
-    on.
+    The state of a model between two steps (the carry) also contains a `Batch`, without `answers`.
 
     Attributes:
-        inputs: int32 [batch, seq_len].
-        labels: int32 [batch, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
+        inputs: Tokens, int32 [batch, seq_len].
+        labels: Right answers, int32 [batch, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
         puzzle_identifiers: int32 [batch], number of each example's puzzle embedding.
-        rows: int64 [batch], index of each example in its set. -1 for padding. In `evaluation.test_time`, the
-            number of the attempt instead.
-        answers: int32 [batch, answers, seq_len], right answers of each puzzle (dataset/answers.py). None,
-            except in training with arch.num_answers > 1. The carry does not contain them.
+        rows: int64 [batch], index of each example in its set of puzzles. -1 for padding.
+        answers: int32 [batch, answers, seq_len], several right answers of each example. None, except for
+            training with arch.num_answers > 1.
     """
 
     inputs: torch.Tensor
     labels: torch.Tensor
     puzzle_identifiers: torch.Tensor
-    rows: torch.Tensor
+    rows: torch.Tensor  # in `evaluation.test_time`, numbers of attempts instead
     answers: torch.Tensor | None = None
 
     @property
     def is_real(self) -> torch.Tensor:
-        """A mask of the examples that are not padding: bool [batch]."""
-        return self.rows >= 0
+        return self.rows >= 0  # padding has the row -1
 
     def to(self, device: torch.device) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -55,29 +52,30 @@ class Batch(NamedTuple):
         return Batch(*(None if tensor is None else function(tensor) for tensor in self))
 
     def select(self, slots: slice | torch.Tensor) -> "Batch":
-        """Returns a batch of only some examples.
+        """Returns a batch that contains only some of the examples.
 
-        slots: Positions of these examples, as a slice, int64 [n] or bool [batch].
+        slots: Positions of the examples in the batch, as a slice, int64 [n] or a mask, bool [batch].
         """
         return self.map(lambda tensor: tensor[slots])
 
     @staticmethod
     def join(parts: "list[Batch]") -> "Batch":
-        """Concatenates several batches to one. They have no answers."""
         return Batch(*(torch.cat(column) for column in zip(*parts, strict=True) if column[0] is not None))
 
 
 class PuzzleDataset(IterableDataset):
-    """The examples of one rank. Yields (set name, Batch) for the steps `first_step` + 1, ... of a plan.
+    """Iterable dataset that yields the batches of one rank.
 
-    A plan says which examples are in the global batch of each step. With local = ceil(global_batch_size /
-    world_size), rank r gets the examples r * local to (r + 1) * local - 1 of it. In an evaluation, a batch
-    with fewer examples is padded to `local` examples: inputs pad_id, labels IGNORE_LABEL_ID, identifier
-    blank_identifier_id, row -1. Only one thread at a time may iterate, because the random generators of the
-    plan have state.
+    Yields tuples (name of the set, `Batch`). Each rank gets ceil(global_batch_size / world_size) consecutive
+    examples of every batch. The last ranks may get fewer. In an evaluation, missing examples are replaced by
+    padding. Only one thread at a time may iterate.
 
-    split: "train" or "test". plan: Order of the examples. num_answers: If above 1, each batch has up to this
-    number of answers of each example. seed: Selects a part of the answers.
+    Args:
+        split: "train" or "test".
+        plan: The examples of each batch.
+        first_step: Number of batches to skip.
+        num_answers: If greater than 1, each batch has up to this number of right answers of each example.
+        seed: If an example has more answers than `num_answers`, the seed selects some of them.
     """
 
     def __init__(
@@ -113,9 +111,9 @@ class PuzzleDataset(IterableDataset):
             yield batch.set_name, loaded
 
     def distinct_identifiers(self) -> np.ndarray:
-        """Returns all puzzle identifiers that this rank will read: int64 [n], ascending.
+        """Returns the puzzle identifiers that this rank will read: int64 [n], ascending, without repetitions.
 
-        A puzzle identifier is the number of a puzzle embedding. Includes the identifier of padding.
+        A puzzle identifier is the number of a puzzle embedding. The identifier of padding is included.
         """
         data = self.data.splits[self.split]
         found = [np.array([data.metadata.blank_identifier_id])]
@@ -132,12 +130,13 @@ def load_batch(
     *,
     size: int,
 ) -> Batch:
-    """Reads some examples of a set as a batch on the CPU, padded to `size` examples.
+    """Reads examples of a set of puzzles as one batch on the CPU.
 
-    Padded examples have the row -1. Labels that are not scored become IGNORE_LABEL_ID.
+    The batch is padded to `size` examples. In the batch, labels that are not scored are IGNORE_LABEL_ID, and
+    padding has the row -1.
 
-    metadata: Says which tokens are padding or not scored. rows: Indices of the examples, int64 [n]. puzzles:
-    Index of the puzzle of each example, int64 [n].
+    metadata: Defines the padding token and the label that is not scored. rows: Indices of the examples, int64
+    [n]. puzzles: Index of the puzzle of each example, int64 [n].
     """
     inputs, labels = puzzle_set.read(rows, puzzles)
     columns = (
@@ -156,11 +155,11 @@ def load_batch(
 
 @contextlib.contextmanager
 def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[Iterator[tuple[str, Batch]]]:
-    """Context manager that yields an iterator of (set name, Batch). A thread reads up to 8 batches ahead.
+    """Context manager that yields an iterator over the batches of `dataset`. A thread reads ahead.
 
-    For a CUDA device, the batches are in pinned memory. If the thread fails, the iterator yields the batches
-    that it has read, then raises the error of the thread. At the end of the block, the thread stops. This
-    waits at most 5 s.
+    The thread reads up to 8 batches ahead. For a CUDA device, the batches are in pinned memory. If the thread
+    raises an error, the iterator yields the batches before it, then raises the error. At the end of the
+    `with` block, the thread stops. This takes at most 5 s.
     """
     batches: queue.SimpleQueue[tuple[str, Batch] | BaseException | None] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(_BATCHES_AHEAD), threading.Event()
@@ -200,10 +199,12 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
 def choose_rows(
     puzzle_set: PuzzleSet | ConcatenatedSet, count: int, puzzles: np.ndarray | None = None
 ) -> np.ndarray:
-    """Selects up to `count` examples of a set, at equal distances. Leaves out augmented copies of puzzles.
+    """Selects up to `count` examples of a set, evenly spaced. Augmented copies are left out.
 
-    Returns the indices of the examples, int64, ascending. puzzles: Indices of the puzzles to choose from,
-    int64 [n]. If all of them are augmented copies, they are not left out. If None, all puzzles.
+    Returns the indices of the examples, int64, ascending.
+
+    puzzles: Indices of the puzzles to choose from, int64 [n]. If all of them are augmented copies, chooses
+    from these copies. If None, chooses from all puzzles.
     """
     if puzzles is None:
         rows = original_rows(puzzle_set)
@@ -214,22 +215,26 @@ def choose_rows(
 
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the indices of all examples of a set that are not augmented copies: int64 [n]."""
+    """Returns the indices of the examples that are not augmented copies: int64 [n]."""
     return rows_of(puzzle_set.puzzle_indices, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
 def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
-    """Reads some examples of a test set as one batch on the CPU. rows: Their indices, int64 [n]."""
+    """Reads some examples of a test set as one batch on the CPU.
+
+    rows: Indices of the examples, int64 [n].
+    """
     split = data.splits["test"]
     puzzles = np.asarray(split.sets[set_name].puzzle_indices).searchsorted(rows, side="right") - 1
     return load_batch(split.sets[set_name], split.metadata, rows, puzzles, size=len(rows))
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the name of the puzzle behind each puzzle identifier, or "" if it has no name.
+    """Returns the name of the puzzle of each puzzle identifier.
 
-    A puzzle identifier is the number of a puzzle embedding. set_names: For each identifier, the test set that
-    it is used in.
+    A puzzle identifier is the number of a puzzle embedding. If its puzzle has no name, the result is "".
+
+    set_names: For each identifier, the name of a test set that contains it.
     """
     known = {folder: read_names(folder) for folder in data.folders}
     names = []

@@ -22,18 +22,20 @@ _CHUNK_CELLS = 1 << 22  # puzzles * candidates that are compared at once
 
 @dataclasses.dataclass(frozen=True)
 class AnswerRules:
-    """The rules of a kind of puzzle whose puzzles have many right answers. Inputs and answers are tokens.
+    """The rules of a kind of puzzle with several right answers, as functions.
+
+    The inputs and answers are arrays of tokens.
 
     Attributes:
         are_valid: (inputs [n, seq_len], answers [n, seq_len]) -> whether each answer is right, bool [n].
-        to_standard: (inputs, answers) -> answers in a form that is equal only for equal answers. Example:
-            colors are renamed in order of first use.
-        find_answers: (inputs) -> (all right answers, uint8 [total, seq_len], number of them for each
+        to_standard: (inputs, answers) -> answers in a standard form. Two answers count as the same if their
+            standard forms are equal. Example: colors are renamed in order of first use.
+        find_answers: (inputs) -> (all right answers, uint8 [total, seq_len], number of right answers of each
             input, int64 [n]). The answers to an input are next to each other, in standard form.
-        count_conflicts: (inputs, answers) -> number of broken rules, int64 [n]. -1 if an answer is not
-            complete. None if the kind does not count them.
-        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. It is the number of
-            conflicts if no sample is complete.
+        count_conflicts: (inputs, answers) -> number of broken rules, int64 [n]. -1 if an answer leaves a cell
+            open. None if the kind of puzzle does not count them.
+        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. If all of a model's
+            answers to a puzzle leave a cell open, this is their number of conflicts.
     """
 
     are_valid: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -44,9 +46,10 @@ class AnswerRules:
 
 
 def find_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the candidates that contradict no property of an input.
+    """Finds, for each input, the candidates that contradict none of its properties.
 
-    Returns (indices of the candidates, input after input, int64 [total], number for each input, int64 [n]).
+    A candidate is, for example, a possible answer. Returns (indices of the candidates of the first input,
+    then of the second, ..., int64 [total], number of candidates of each input, int64 [n]).
 
     of_inputs: Properties that each input has, bool [n, properties]. of_candidates: Properties that each
     candidate contradicts, bool [candidates, properties].
@@ -64,7 +67,7 @@ def find_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> tuple[n
 
 @dataclasses.dataclass(frozen=True)
 class ManyAnswersPuzzle(Puzzle):
-    """A puzzle with many right answers that a user wants to solve."""
+    """A puzzle that a user wants to solve, and that may have several right answers."""
 
     answer_rules: AnswerRules | None = None
     has_many_answers: ClassVar[bool] = True
@@ -87,11 +90,11 @@ class ManyAnswersPuzzle(Puzzle):
 def read_square(
     text: str, symbols: Sequence[str], *, sizes: range, answer_rules: AnswerRules
 ) -> list[ManyAnswersPuzzle]:
-    """Reads a square grid of symbols as a puzzle. Returns a list of one puzzle.
+    """Converts a text to a square puzzle. Returns a list that contains only this puzzle.
 
-    Raises ValueError if a symbol is unknown or if the grid is not a square.
+    Raises ValueError if a symbol is unknown, or if the text does not have an allowed size.
 
-    symbols: Symbol of each token. sizes: Numbers of rows that are allowed.
+    symbols: The symbol of each token. sizes: Allowed numbers of rows. answer_rules: Rules of the puzzle.
     """
     (puzzle,) = read_symbols(text, symbols, vocab_size=len(symbols))
     size = math.isqrt(len(puzzle.tokens))
@@ -103,14 +106,15 @@ def read_square(
 
 
 class Found(NamedTuple):
-    """What the samples of one puzzle show.
+    """What a model's answers to one puzzle show. The model answers a puzzle several times.
 
     Attributes:
         num_right: Number of right answers that the puzzle has.
-        num_samples: Number of samples.
-        num_found: Number of different right answers among the samples.
-        is_valid: Whether the first sample is right.
-        conflicts: Number of rules that the most frequent complete answer breaks.
+        num_samples: Number of answers of the model.
+        num_found: Number of different right answers among them.
+        is_valid: Whether the first answer of the model is right.
+        conflicts: Number of rules that the model's most frequent answer breaks. Only answers without open
+            cells count.
     """
 
     num_right: int
@@ -121,16 +125,19 @@ class Found(NamedTuple):
 
 
 class ManyAnswersEvaluator:
-    """Counts how many of the right answers of each puzzle a model finds with several samples.
+    """Measures how many of the right answers of each puzzle a model finds.
 
-    It stores how often each `Found` occurs. So the number of ranks and the batch size do not change the
-    metrics.
+    The model answers each puzzle several times. The metrics do not depend on the number of ranks or on the
+    batch size.
+
+    Args:
+        kind: Name of the kind of puzzle. Metrics are named `<kind>/<metric>`.
+        rules: Rules that find all right answers of a puzzle.
     """
 
     samples_vote, only_answered = True, True
 
     def __init__(self, kind: str, rules: AnswerRules):
-        """Starts with no examples. kind: Name of the kind of puzzle. Metrics are named `<kind>/<metric>`."""
         self._kind, self._rules = kind, rules
         self._found: dict[str, Counter[Found]] = {}  # {set: {what the samples show: number of puzzles}}
 
@@ -162,7 +169,6 @@ class ManyAnswersEvaluator:
         return self._found
 
     def metrics(self, partials: Sequence[dict[str, Counter[Found]]]) -> dict[str, dict[str, float]]:
-        """Returns {set: {metric: value}}, with the metrics of docs/metrics.md."""
         total: dict[str, Counter[Found]] = {}
         for part in partials:
             for set_name, counts in part.items():
@@ -195,18 +201,18 @@ class ManyAnswersEvaluator:
 
 
 def _expected_number(num_right: int, num_samples: int) -> float:
-    """Returns the expected number of different right answers among independent uniform draws of them."""
+    # Of the different right answers among `num_samples` independent uniform samples of right answers.
     return num_right * (1 - (1 - 1 / num_right) ** num_samples)
 
 
 def _coverages(rows: Sequence[tuple[int, int, float]]) -> dict[str, float]:
-    """Computes the fraction of the right answers that were found, summed up in three ways.
+    """Computes the mean fraction of right answers that were found, with three different weights.
 
-    With m right answers of which f are found: the mean of f / m over inputs (coverage_mean), sum f / sum m
-    (coverage_inputs), and sum m f / sum m^2 (coverage_pairs). The last one equals the second one on a test
-    set that has a row for each pair of an input and a right answer. Returns {} without rows.
+    An input has m right answers, and f of them were found. coverage_mean is the mean of f / m.
+    coverage_inputs is sum f / sum m. coverage_pairs is sum m f / sum m^2. coverage_pairs equals
+    coverage_inputs for a test set that repeats each input m times.
 
-    rows: (m, number of such inputs, f).
+    rows: (m, number of such inputs, f). If empty, returns {}.
     """
     if not rows:
         return {}

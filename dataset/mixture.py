@@ -14,18 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import (
-    MANIFEST,
-    METADATA,
-    SPLITS,
-    Dataset,
-    Metadata,
-    Origin,
-    Split,
-    array_path,
-    load_metadata,
-    open_dataset,
-)
+from dataset.files import MANIFEST, METADATA, array_path, load_metadata, open_dataset
+from dataset.metadata import SPLITS, Dataset, Metadata, Origin, Split
 from dataset.sets import ConcatenatedSet, fields_of
 from runtime.reading import read_json, sha256_of
 
@@ -35,12 +25,12 @@ _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id", "symbols", "num
 def open_datasets(
     folders: Sequence[Path], *, splits: tuple[str, ...] = SPLITS, read_everything: bool
 ) -> Dataset:
-    """Opens one or more dataset folders as one dataset, and checks them.
+    """Opens one or more dataset folders as one dataset, and checks their files.
 
-    Several folders must have different names, and equal sequence length, vocabulary and padding. Raises
-    ValueError, one line, with the problem and the fix.
+    Several folders must have different names, and the same sequence length, vocabulary and padding token.
+    Raises ValueError, with a message of one line, for every error.
 
-    read_everything: Whether to read and check every token too.
+    read_everything: Whether to check the value of every token, too. All files are then read.
     """
     opened = [open_dataset(folder, splits=splits, read_everything=read_everything) for folder in folders]
     if len(opened) == 1:
@@ -75,10 +65,10 @@ def open_datasets(
 
 
 def check_same_tokens(first: Dataset, data: Dataset) -> None:
-    """Raises ValueError if one model could not train on both datasets.
+    """Raises ValueError if one model cannot train on both datasets.
 
-    They must have the same sequence length, vocabulary size, padding token, unscored label, symbols and
-    columns.
+    Both must have the same sequence length, vocabulary size, padding token, label of unscored cells, symbols
+    and number of columns.
     """
     for field in _SHARED:
         expected, actual = getattr(first.metadata, field), getattr(data.metadata, field)
@@ -102,9 +92,10 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 def fingerprint(folder: Path, splits: Sequence[str] = SPLITS) -> str:
     """Returns a hash (SHA-256, hexadecimal) of the arrays and metadata of a dataset folder.
 
-    It changes if the data of `splits` change. The digest of each file is read from the manifest, a JSON file
-    that `dataset.build` writes. If the manifest is missing, or if a file is newer or has another size, all
-    files are read (about 1 GB/s).
+    Uses the hashes of the files in the manifest, a file that `dataset.build` writes. If the manifest is
+    missing, or if a file is newer or has another size, reads all files (about 1 GB/s).
+
+    splits: Splits to include, such as ["test"].
     """
     paths = []
     for split in splits:
@@ -136,9 +127,11 @@ def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
 
 
 def fingerprint_of(folders: Sequence[Path], splits: Sequence[str] = SPLITS) -> str:
-    """Returns a hash (SHA-256) of the content of one or several dataset folders.
+    """Returns a hash (SHA-256, hexadecimal) of the content of one or several dataset folders.
 
-    The order of the folders matters. splits: Splits to include, such as ["test"].
+    The order of the folders matters.
+
+    splits: Splits to include, such as ["test"].
     """
     found = [fingerprint(folder, splits) for folder in folders]
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

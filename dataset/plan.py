@@ -25,11 +25,12 @@ _VALIDATION_STREAM = 1 << 62  # stream of random bits that selects the groups fo
 
 @dataclasses.dataclass(frozen=True)
 class GlobalBatch:
-    """The examples of one training step, for all ranks together.
+    """The examples of one batch, before the batch is divided among the ranks.
 
     Attributes:
-        rows: int64 [n], indices of the examples in the set.
-        puzzles: int64 [n], index in the set (not the identifier) of the puzzle of each example.
+        set_name: Name of the set of puzzles that contains the examples.
+        rows: int64 [n], index of each example in the set.
+        puzzles: int64 [n], index in the set of the puzzle of each example. This is not the puzzle identifier.
     """
 
     set_name: str
@@ -38,15 +39,20 @@ class GlobalBatch:
 
 
 class _SetPlan:
-    """The order in which one stage of the training reads the examples of one set.
+    """The order in which one stage of the training reads one set of puzzles.
 
-    A group is a puzzle and its augmented copies. Each epoch visits every group: it samples one puzzle of the
-    group and takes its examples in random order. A batch is filled with such visits. The last visit is
-    truncated, so that the batch has `global_batch_size` examples.
+    Each epoch samples one puzzle of every group, in random order. A group is a puzzle with its augmented
+    copies. The examples of the sampled puzzles fill the batches, in random order within each puzzle. A puzzle
+    that fills a batch may have more examples than fit. The rest of its examples is skipped.
 
-    groups: Mask of the groups to visit, bool [num_groups]. stream: Random bits. Its index is the epoch.
-    epochs: Length of the stage. eval_interval: Epochs between two evaluations. steps_per_iteration: Number of
-    training steps between two evaluations, for each such interval (iteration).
+    Args:
+        groups: Mask of the groups to read, bool [num_groups].
+        stream: Random bits. `BitStream.seek` is called with the epoch.
+        epochs: Number of epochs in the stage.
+        eval_interval: Number of epochs between two evaluations.
+
+    Attributes:
+        steps_per_iteration: For each evaluation, the number of training steps since the evaluation before it.
     """
 
     def __init__(
@@ -78,10 +84,6 @@ class _SetPlan:
         return len(self.group_sizes)
 
     def _count_steps(self, num_iterations: int) -> list[int]:
-        """Returns the number of training steps in each iteration (the steps between two evaluations).
-
-        If puzzles have different numbers of examples, samples every epoch to count.
-        """
         if self.same_size is not None:
             visits_per_batch = -(-self.global_batch_size // self.same_size)
             return [self.eval_interval * self.num_groups // visits_per_batch] * num_iterations
@@ -97,19 +99,18 @@ class _SetPlan:
         return range(iteration * self.eval_interval, (iteration + 1) * self.eval_interval)
 
     def _visit_sizes(self, epoch: int) -> np.ndarray:
-        """Returns how many examples each visited puzzle of an epoch has: [num_groups]."""
         if self.same_size is not None:
             return np.full(self.num_groups, self.same_size)
-        return self.puzzle_sizes[self._draw_puzzles(epoch)]
+        return self.puzzle_sizes[self._draw_puzzles(epoch)]  # in the order of the epoch
 
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
-        """Computes where the batches of an epoch end.
+        """Computes where batches end in an epoch.
 
-        Returns (ends, number of examples in the unfinished batch). An end is the number of examples of the
-        epoch up to the end of a batch. A batch ends with the visit that fills it.
+        Returns (ends, number of examples in the unfinished last batch). Each end is a number of examples from
+        the start of the epoch. A batch ends after the puzzle that fills it.
 
-        visit_sizes: Number of examples of each visited puzzle. open_examples: Number of examples in the
-        unfinished batch of the previous epoch.
+        visit_sizes: Number of examples of each puzzle, in the order of the epoch. open_examples: Number of
+        examples in the unfinished last batch of the previous epoch.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
@@ -122,9 +123,9 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Samples the puzzles that an epoch visits, one of each group: int64 [num_groups], in random order.
+        """Samples one puzzle of each group for an epoch, in random order.
 
-        A group is a puzzle with its augmented copies. The result contains indices of puzzles.
+        Returns the indices of the puzzles, int64 [num_groups]. A group is a puzzle with its augmented copies.
         """
         self.stream.seek(epoch)
         groups = random_orders(self.stream.read(self.num_groups))
@@ -132,11 +133,6 @@ class _SetPlan:
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
     def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Samples the order of all examples of an epoch.
-
-        Returns three int64 arrays: the index of each example, the index of the puzzle of each example, and
-        the number of examples of each visited puzzle.
-        """
         visited = self._draw_puzzles(epoch)
         sizes = self.puzzle_sizes[visited].astype(np.int64)
         puzzles = visited.repeat(sizes)
@@ -144,12 +140,13 @@ class _SetPlan:
         if len(puzzles) > len(visited):
             visits = np.arange(len(visited)).repeat(sizes)
             inside = inside[np.lexsort((self.stream.read(len(puzzles)), visits))]
+        # The examples in their order, the puzzle of each example, and the size of each sampled puzzle.
         return self.first_example[puzzles] + inside, puzzles, sizes
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[GlobalBatch]:
-        """Yields the batches of one iteration, without the first `skip` batches.
+        """Yields the batches between two evaluations, without the first `skip` batches.
 
-        An iteration is the steps between two evaluations. Iterations count from 0.
+        iteration: Number of earlier evaluations in this stage of the training.
         """
         batch = open_examples = 0  # index of the unfinished batch, and number of its examples
         pieces = []
@@ -173,11 +170,14 @@ class _SetPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of the training (of the curriculum), with its own data or number of cycles.
+    """The settings of one stage of the training, such as its data.
 
-    folders: Indices of the dataset folders to train on. epochs: Length of the stage. eval_interval: Epochs
-    between two evaluations. cycles: How often the model calls its blocks in this stage, such as {"H_cycles":
-    2}. {}: as in the config.
+    Attributes:
+        folders: Indices of the dataset folders to train on.
+        epochs: Number of epochs in the stage.
+        eval_interval: Number of epochs between two evaluations.
+        cycles: How often the model calls its blocks in this stage, such as {"H_cycles": 2}. Keys that are
+            missing have their values from the config.
     """
 
     folders: tuple[int, ...]
@@ -187,14 +187,15 @@ class Stage:
 
 
 class TrainPlan:
-    """The order of the examples in a training: optional first stages, then the main stage.
+    """The order of the training examples in a run that may have several stages.
 
-    A stage of the curriculum has its own data, or another number of cycles (calls of the model's blocks). The
-    order of the main stage does not depend on the other stages.
+    The last stage is the main stage. Earlier stages do not change the order of its examples.
 
     Attributes:
         total_steps: Number of training steps in the run.
-        iteration_ends: Steps (from 1) after which an evaluation is due. The last is `total_steps`.
+        iteration_ends: Training steps, counted from 1, after which an evaluation is due. The last is
+            `total_steps`.
+        main: The main stage.
     """
 
     def __init__(
@@ -209,16 +210,21 @@ class TrainPlan:
         train_steps: int | None = None,
         eval_steps: int | None = None,
     ):
-        """Plans all stages of the curriculum. The last of `stages` is the main stage.
+        """Plans all stages of the training.
 
-        Raises ValueError if the steps between two evaluations do not fill one batch.
+        Raises ValueError if the examples between two evaluations do not fill one batch.
 
-        sets: {name: training set}. parts: Parts of the main stage, as pairs (fraction of its steps, stage).
-        They follow each other from its first step, and use its data with other cycles. held_out: {set: mask
-        of the groups (puzzles with their augmented copies) that are not trained on, bool [num_groups]}.
-        train_steps: Number of steps of the main stage. If given, the main stage has as many epochs as needed.
-        eval_steps: With `train_steps`, the steps between evaluations in the main stage. If None, there is one
-        evaluation, at its end.
+        Args:
+            sets: {name: training set}.
+            stages: Stages of the training. The last is the main stage.
+            parts: If given, divides the main stage into parts. Each is a tuple of its fraction of the
+                training steps, and a `Stage` with its number of cycles.
+            held_out: {name of a set: bool [num_groups]}. True for groups that are not trained on. A group is
+                a puzzle with its augmented copies.
+            train_steps: Number of training steps of the main stage. If given, `epochs` and `eval_interval` of
+                the main stage are ignored.
+            eval_steps: With `train_steps`, the number of training steps between two evaluations in the main
+                stage. If None, only one evaluation is due, at the end of the main stage.
         """
         self._sets, self._seed, self._held_out = sets, seed, held_out or {}
         self.global_batch_size = global_batch_size
@@ -258,11 +264,6 @@ class TrainPlan:
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
     def _plan_sets(self, stage: Stage, stream: int) -> list[_SetPlan]:
-        """Returns the order of the examples of each set that a stage trains on.
-
-        A stage is a part of the training (curriculum). Sets without a group to train on are left out. stream:
-        Number that selects the random bits of the first set. The set with index k uses stream + k.
-        """
         plans = []
         for index, (name, data) in enumerate(self._sets.items()):
             groups = np.isin(data.folder_of_group, stage.folders)
@@ -274,13 +275,13 @@ class TrainPlan:
         return plans
 
     def stage_of(self, step: int) -> Stage:
-        """Returns the stage of the curriculum that training step `step` (from 1) belongs to."""
+        """Returns the stage of the training that contains the training step `step` (from 1)."""
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def epochs(self, step: int) -> float:
-        """Returns how many epochs the training steps 1 to `step` are, such as 2.5.
+        """Returns the number of epochs in the first `step` training steps, such as 2.5.
 
-        Epochs of all stages of the curriculum count.
+        Epochs of all stages count.
         """
         epochs = 0.0
         for plans, _, steps_of_sets in self._iterations:
@@ -290,16 +291,16 @@ class TrainPlan:
         return epochs
 
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
-        """Counts how many of the training steps 1 to `last` belong to each stage.
+        """Counts how many of the first `last` training steps belong to each stage.
 
-        Returns [(stage, number of steps), ...] in the order of the stages. Parts of the main stage are
-        separate entries.
+        Returns [(stage, number of steps), ...] in the order of the stages. If the main stage is divided into
+        parts, each part is a separate entry.
         """
         ends = [min(last, step) for step in (0, *self._last_steps)]
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        """Yields the global batches of the training steps `first_step` + 1 to `total_steps`."""
+        """Yields the batches of the training steps `first_step` + 1 to `total_steps`, for all ranks."""
         remaining = self.total_steps - first_step
         for plans, iteration, steps_of_sets in self._iterations:
             for plan, steps in zip(plans, steps_of_sets, strict=True):
@@ -310,12 +311,11 @@ class TrainPlan:
 
 
 def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
-    """Selects puzzles of a training set for validation: returns a mask of groups, bool [num_groups].
+    """Selects the groups of a training set that are used for validation: bool [num_groups].
 
-    A group is a puzzle with all its augmented copies, so no copy of a validation puzzle is trained on.
-    Selects the fraction `fraction` of the groups of each dataset folder, rounded down. A larger fraction
-    selects the same groups and more. The selection depends only on the seed and on the number of groups of
-    each folder.
+    A group is a puzzle with all its augmented copies. In each dataset folder, the fraction `fraction` of the
+    groups is selected, rounded down. The selection depends only on the seed and on the number of groups in
+    each folder. A larger fraction selects the same groups and others.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):
@@ -326,10 +326,14 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
 
 
 class EvaluationPlan:
-    """The order of an evaluation: every example of every set once. The last batch of a set may be short.
+    """The order of the examples in an evaluation.
 
-    A set is a named part of a split. only_first_batches: Whether to evaluate only one batch of each set.
-    puzzles: {set: indices of the puzzles to evaluate, int64, ascending}. If None, all puzzles are evaluated.
+    By default, the evaluation reads every example of every set once. The last batch of a set may be smaller.
+
+    Args:
+        only_first_batches: Whether to evaluate only the first batch of each set.
+        puzzles: {name of a set: indices of the puzzles to evaluate, int64, ascending}. If None, all puzzles
+            are evaluated.
     """
 
     def __init__(

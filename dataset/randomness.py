@@ -10,23 +10,26 @@ import numpy as np
 
 
 def random_bits(seed: int, *, stream: int, index: int, count: int) -> np.ndarray:
-    """Samples `count` random integers, uint64. They depend only on seed, stream and index (Philox).
+    """Returns `count` random integers, uint64. They depend only on seed, stream and index.
 
-    With a smaller count, the result is the start of the result with a larger count.
+    A smaller `count` returns the first of the same integers. Integers of different streams or indices are
+    independent.
 
-    stream: Number of the purpose, such as 2 for held-out puzzles. index: Number of the epoch, puzzle or task.
+    stream: Number that stands for a purpose, such as the choice of test puzzles. index: Number of the epoch,
+    puzzle or task.
     """
     return np.random.Philox(key=stream << 64 | seed, counter=index << 64).random_raw(count)
 
 
 def random_orders(bits: np.ndarray) -> np.ndarray:
-    """Converts random integers to random permutations of 0 .. k - 1, int64 [..., k].
+    """Converts random integers to random permutations of 0 to k - 1: int64 [..., k].
 
-    Replaces the lowest bits of each integer by its position, then sorts. So no two integers are equal, and
-    every sorting algorithm gives the same order. This takes a third of the time of a stable argsort.
+    The same integers give the same permutations on every machine.
 
-    bits: Random uint64 [..., k]. Each row gives one permutation.
+    bits: Random integers, uint64 [..., k].
     """
+    # The position replaces the lowest bits of each integer. So no two integers are equal, and every sorting
+    # algorithm gives the same order. This takes a third of the time of a stable argsort.
     length = bits.shape[-1]
     low = np.uint64((1 << (length - 1).bit_length()) - 1)
     packed = bits & ~low
@@ -37,18 +40,18 @@ def random_orders(bits: np.ndarray) -> np.ndarray:
 
 
 def random_below(bits: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
-    """Converts random uint64 integers to uniform integers from 0 to bound - 1, int64.
+    """Converts random uint64 integers to uniform integers from 0 to `bounds` - 1, int64.
 
-    bounds: The bound of each integer, or one for all. The shapes are broadcast.
+    bounds: One bound for all integers, or an array that is broadcast with `bits`.
     """
     return ((bits >> np.uint64(32)) * np.asarray(bounds, np.uint64) >> np.uint64(32)).astype(np.int64)
 
 
 class BitStream:
-    """Random integers of one (seed, stream). `seek` selects the index, for example the epoch.
+    """Random integers that depend only on a seed, a stream and an index.
 
-    `read` then samples. It is faster than `random_bits`: `seek` takes a tenth of the time of a new generator.
-    `random_bits` returns the same bits at index 0, so no stream may be used by both.
+    Call `seek` to select the index, such as the epoch, then `read`. This is faster than `random_bits`. Do not
+    use both with the same stream, because they return equal integers for index 0.
     """
 
     def __init__(self, seed: int, *, stream: int):

@@ -18,10 +18,10 @@ _CHUNK_ROWS = 1 << 14
 
 
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
-    """Returns the names of the arrays of a set of puzzles, such as "inputs" and "labels".
+    """Returns the names of the arrays of a set of puzzles, such as "inputs".
 
-    augmentation: Name of the augmentation. Its transforms are an array too. None if augmented copies are
-    stored directly, as in the public tools.
+    augmentation: Name of the augmentation that makes copies of puzzles when they are read. The result then
+    includes its arrays, such as "transforms". If None, all copies are in the arrays.
     """
     if augmentation is None:
         return FIELDS
@@ -31,18 +31,19 @@ def fields_of(augmentation: str | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class PuzzleSet:
-    """A set of puzzles as arrays. If it was read from a folder, the arrays are memory-mapped.
+    """A set of puzzles as arrays.
 
-    A puzzle has one or more examples (input and label). A group is an original puzzle and its variants
-    (augmented copies).
+    A puzzle has one or more examples. An example is an input and a label (the right answer). A group is an
+    original puzzle and its augmented copies. If the set was read from a folder, the arrays are memory-mapped.
 
     Attributes:
-        inputs, labels: Any integer dtype [num_examples, seq_len]. With augmentation: uint8 [num_originals,
-            seq_len], only the examples of the original of each group, in the order of the groups.
-        puzzle_identifiers: [num_puzzles], number of each puzzle's embedding.
+        inputs, labels: Tokens, any integer dtype [num_examples, seq_len]. If `augmentation` is set, they
+            contain only the examples of the original puzzle of each group, and are uint8.
+        puzzle_identifiers: [num_puzzles], number of each puzzle's learned embedding.
         puzzle_indices: [num_puzzles + 1]. Puzzle p has the examples range(*puzzle_indices[p : p + 2]).
         group_indices: [num_groups + 1]. Group g has the puzzles range(*group_indices[g : g + 2]).
-        augmentation: Name of a family of transforms. None if all variants are written out.
+        augmentation: Name of the augmentation that `read` applies to make copies. If None, `inputs` and
+            `labels` contain all copies.
         transforms: uint8 [num_puzzles, bytes], transform from the original of the group to each puzzle.
         translations: uint8 [num_examples, 2], rows down and columns right by which an ARC grid is moved.
     """
@@ -62,24 +63,18 @@ class PuzzleSet:
 
     @property
     def folder_of_group(self) -> np.ndarray:
-        """The index of the dataset folder of each group (puzzle with its augmented copies).
-
-        int64 [num_groups]. Here all are 0. A `ConcatenatedSet` has several folders.
-        """
+        # The index of the dataset folder of each group. A `ConcatenatedSet` has several folders.
         return np.zeros(len(self.group_indices) - 1, np.int64)
 
     @property
     def parts(self) -> "list[tuple[int, PuzzleSet]]":
-        """The sets that this set consists of, as (index of the dataset folder, set). Here only this set.
-
-        A `ConcatenatedSet` has several parts.
-        """
-        return [(0, self)]
+        return [(0, self)]  # (index of the dataset folder, set). A `ConcatenatedSet` has several
 
     def originals(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields the examples of all puzzles without augmented copies, in chunks: (inputs, labels, puzzles).
+        """Yields the examples of all puzzles that are not augmented copies, in chunks.
 
-        inputs, labels: [n, seq_len]. puzzles: Index of the puzzle of each example, int64 [n].
+        Each chunk is a tuple of inputs [n, seq_len], labels [n, seq_len] and the index of each example's
+        puzzle, int64 [n].
         """
         firsts = np.asarray(self.group_indices[:-1], np.int64)
         for part in np.array_split(firsts, -(-len(firsts) // _CHUNK_ROWS)):
@@ -90,9 +85,9 @@ class PuzzleSet:
             yield self.inputs[rows], self.labels[rows], puzzles
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads some examples. Returns inputs and labels, [n, seq_len] each.
+        """Returns the inputs and labels of some examples, [n, seq_len] each.
 
-        If the set does not contain the augmented copies of puzzles, it computes them here.
+        Computes augmented copies that the set does not store.
 
         rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
         """
@@ -107,29 +102,26 @@ class PuzzleSet:
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
-        """The index in `inputs` of the first example of each puzzle's original: int64 [num_puzzles].
-
-        With augmentation, `inputs` contains only the original puzzles.
-        """
+        # The index in `inputs` of the first example of each puzzle's original: int64 [num_puzzles].
         first_puzzles = self.group_indices[:-1]
         sizes = self.puzzle_indices[first_puzzles + 1] - self.puzzle_indices[first_puzzles]
         ends = sizes.cumsum(dtype=np.int64)
         return (ends - sizes).repeat(np.diff(self.group_indices))
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the arguments (rows, puzzles) of `read` for all examples of the set, in order.
+        """Yields the arguments of `read` for all examples, in chunks of up to 16,384 examples.
 
-        Each yielded pair covers up to 16,384 examples. rows: Their indices, int64 [n]. puzzles:
-        Index of the puzzle of each, [n].
+        Each chunk is a tuple of the indices of the examples and the index of each example's puzzle, int64 [n]
+        each.
         """
         for first in range(0, self.num_examples, _CHUNK_ROWS):
             rows = np.arange(first, min(first + _CHUNK_ROWS, self.num_examples))
             yield rows, self.puzzle_indices.searchsorted(rows, side="right") - 1
 
     def materialize(self) -> "PuzzleSet":
-        """Returns a set in which all augmented copies of puzzles are stored in `inputs` and `labels`.
+        """Returns a set that stores all augmented copies of puzzles in `inputs` and `labels`.
 
-        If this set already is of this kind, returns the set itself.
+        If this set already stores them, returns the set itself.
         """
         if self.augmentation is None:
             return self
@@ -140,12 +132,19 @@ class PuzzleSet:
 
 
 class ConcatenatedSet:
-    """Several puzzle sets, one after the other, as one set.
+    """Concatenation of several sets of puzzles. It can be read like a `PuzzleSet`.
 
-    It has the arrays `puzzle_identifiers`, `puzzle_indices` and `group_indices` of `PuzzleSet`. `read`
-    returns inputs and labels. The attribute `parts` lists (index of the dataset folder, set).
-    folder_of_group: For each group (puzzle with its augmented copies), the index of its dataset folder, int64
-    [num_groups]. first_identifiers: For each set, the number that is added to its puzzle identifiers.
+    The arrays `puzzle_identifiers`, `puzzle_indices` and `group_indices` are as in a `PuzzleSet`.
+
+    Args:
+        parts: The sets.
+        folders: For each set, the index of its dataset folder.
+        first_identifiers: For each set, the number to add to its puzzle identifiers.
+
+    Attributes:
+        parts: List of (index of the dataset folder, set).
+        folder_of_group: For each group (a puzzle with its augmented copies), the index of its dataset folder,
+            int64 [num_groups].
     """
 
     def __init__(
@@ -166,12 +165,8 @@ class ConcatenatedSet:
         return int(self._first_rows[-1])
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads some examples. Returns inputs and labels, int32 [n, seq_len] each.
-
-        rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
-        """
         part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
-        read = np.empty((2, len(rows), self.parts[0][1].inputs.shape[1]), np.int32)
+        read = np.empty((2, len(rows), self.parts[0][1].inputs.shape[1]), np.int32)  # the dtypes may differ
         for part in np.unique(part_of_row):
             here = part_of_row == part
             part_rows, part_puzzles = rows[here] - self._first_rows[part], puzzles[here]
@@ -182,8 +177,8 @@ class ConcatenatedSet:
 def rows_of(puzzle_indices: np.ndarray, puzzles: np.ndarray) -> np.ndarray:
     """Returns the indices of all examples of some puzzles, puzzle after puzzle: int64 [n].
 
-    puzzle_indices: Array of a set. Puzzle p has the examples range(*puzzle_indices[p : p + 2]). puzzles:
-    Indices of the puzzles.
+    puzzle_indices: Array of a `PuzzleSet`. Puzzle p has the examples range(*puzzle_indices[p : p + 2]).
+    puzzles: Indices of the puzzles.
     """
     indices = np.asarray(puzzle_indices, np.int64)
     sizes = indices[puzzles + 1] - indices[puzzles]

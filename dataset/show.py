@@ -15,8 +15,9 @@ import numpy as np
 
 from dataset.description import read_info, read_names
 from dataset.drawing import draw, side_by_side
-from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
+from dataset.files import open_split
 from dataset.kinds.kind import find_kind, kind_names
+from dataset.metadata import IGNORE_LABEL_ID, SPLITS
 from dataset.sets import PuzzleSet
 from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors
 from runtime.reading import printable, read_arrays, read_json
@@ -31,10 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints the examples that the options select and, if saved outputs are given, a model's answers to them.
-
-    Raises ValueError if they do not exist.
-    """
     data = open_split(options.data, options.split)
     where = f"{options.data} ({options.split} split)"
     if options.set not in data.sets:
@@ -114,8 +111,8 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], str]:
     """Reads the answers of a model that an evaluation has saved in `folder`.
 
-    Returns ({"inputs", "labels" and "preds": array [examples, seq_len]}, line of text with the accuracy).
-    Raises ValueError if the files cannot be used.
+    Returns ({"inputs", "labels" and "preds": array [examples, seq_len]}, text with the accuracy). Raises
+    ValueError if the files are missing or not valid.
     """
     try:
         saved = read_arrays(folder / f"{set_name}__outputs.npz", _NEEDED)
@@ -133,10 +130,6 @@ def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], s
 
 
 def _describe(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:
-    """Returns two lines of text that say where an example is in the dataset. All numbers count from 0.
-
-    row: Index of the example. puzzle: Index of its puzzle. names: Name of each puzzle identifier.
-    """
     group = int(puzzle_set.group_indices.searchsorted(puzzle, side="right")) - 1
     identifier = int(puzzle_set.puzzle_identifiers[puzzle])
     name = names[identifier] if identifier < len(names) else "without a name"

@@ -15,7 +15,7 @@ import numpy as np
 from dataset.augmentations import FIRST_SYMBOL, NUM_DIHEDRAL, find_augmentation, rename_by_first_use
 from dataset.description import DatasetInfo
 from dataset.equal import hash_rows, mix
-from dataset.format import read_builder
+from dataset.files import read_builder
 from dataset.kinds.pairs.build import free_symbols
 from dataset.kinds.sudoku.rules import Box
 from dataset.kinds.sudoku.texts import BOX_OF
@@ -26,30 +26,32 @@ _CHUNK_ROWS = 1 << 11
 
 
 class Symmetry(Protocol):
-    """The interface of a family of transforms.
+    """Interface of the classes that compare puzzles up to transforms, such as rotations.
 
-    It finds out whether a transform maps one puzzle to another. Puzzles are rows of tokens: the input and, in
-    ARC, also the answer (see `equal.Compared`).
+    A puzzle is a row of tokens: its input and, in ARC, also its answer.
     """
 
     def hash_rows(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns a hash of each row of tokens [n, length]: uint64 [n].
+        """Returns a hash of each puzzle: uint64 [n].
 
-        All transforms of a row have the same hash.
+        A transform of a puzzle does not change its hash.
+
+        tokens: One puzzle in each row, [n, length].
         """
 
     def maps(self, first: np.ndarray, second: np.ndarray) -> bool | None:
-        """Returns whether a transform maps `first` to `second`, tokens [length] each.
+        """Returns whether a transform maps the puzzle `first` to the puzzle `second`, tokens [length] each.
 
         Returns None if the search takes too long.
         """
 
 
 def find_symmetry(folder: Path, info: DatasetInfo) -> Symmetry | None:
-    """Returns an object that compares puzzles of a dataset up to its transforms, such as rotations.
+    """Returns an object that compares puzzles of a dataset up to transforms, such as rotations.
 
-    Returns None if the kind of puzzle has no known transforms, or if a plugin defines them. folder: Dataset
-    folder. info: Its description.
+    Returns None if the transforms of this kind of puzzle are not known, or if a plugin defines them.
+
+    folder: Dataset folder. info: Description of the dataset.
     """
     name, metadata = info.kind and info.kind.augmentation, info.metadata
     if name == "sudoku" and metadata.seq_len in BOX_OF:
@@ -70,14 +72,14 @@ def find_symmetry(folder: Path, info: DatasetInfo) -> Symmetry | None:
 
 @dataclasses.dataclass(frozen=True)
 class ImageSymmetry:
-    """Rotated and mirrored images of a grid, and permutations of its symbols.
+    """Compares puzzles up to rotations, reflections and permutations of their symbols.
 
     Attributes:
-        family: Name in `AUGMENTATIONS`.
-        num_images: 8, or 1 if grids are not rotated and mirrored.
-        num_symbols: Number of symbols that a transform renames.
-        free: Symbols, counted from 0, that may be exchanged.
-        num_grids: Number of grids in a row of tokens. All are transformed alike.
+        family: Name of the transforms in `AUGMENTATIONS`.
+        num_images: 8 if grids may be rotated and reflected, otherwise 1.
+        num_symbols: Number of symbols.
+        free: Symbols that may be permuted, counted from 0.
+        num_grids: Number of grids in a row of tokens. The same transform is applied to all.
     """
 
     family: str
@@ -95,35 +97,30 @@ class ImageSymmetry:
         return any(np.array_equal(image, target) for image in self._images(first[None]))
 
     def _images(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields all rotated and mirrored images of tokens [n, length], in the same shape.
-
-        In each row, the exchangeable symbols are renamed in the order in which they first occur.
-        """
         grids = tokens.reshape(len(tokens) * self.num_grids, -1)
         corner = np.zeros((len(grids), 2), np.uint8)
         for index in range(self.num_images):
             transform = np.array([index, *range(self.num_symbols)], np.uint8)
             image = find_augmentation(self.family).apply(grids, np.tile(transform, (len(grids), 1)), corner)
+            # Two images that differ only in a permutation of the free symbols become equal.
             yield rename_by_first_use(
                 image.reshape(tokens.shape), [FIRST_SYMBOL + symbol for symbol in self.free]
             )
 
 
 class _TooLongError(Exception):
-    """The error if a search takes too many steps."""
+    """Raised if a search takes too many steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SudokuSymmetry:
-    """Permutations of the rows, columns, bands, stacks and digits of Sudokus.
+    """Compares Sudokus up to permutations of rows, columns, bands, stacks and digits.
 
-    A band has the rows of one row of boxes. A stack has the columns of one column of boxes. If boxes are
-    square, transposition is a symmetry too.
+    A band is a row of boxes. A stack is a column of boxes. If the boxes are square, a transposed Sudoku is
+    equal, too.
 
-    The hash is a color refinement. Cells, rows, columns, bands, stacks, boxes and digits have colors, numbers
-    that no transform changes. At first, the color of a cell says whether the cell is a clue. Each round mixes
-    the colors of the cells into those of the lines, boxes and digits, and then mixes these into those of the
-    cells.
+    Attributes:
+        box: (rows, columns) of a box.
     """
 
     box: Box
@@ -133,10 +130,16 @@ class SudokuSymmetry:
         return mix(mix(rows).sum(axis=1) + mix(columns).sum(axis=1))
 
     def _color_lines(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a color (hash) of each row and of each column of Sudokus: two arrays uint64 [n, size].
+        """Returns a hash of each row and of each column of Sudokus.
 
-        No transform changes the color of a line. tokens: [n, size * size].
+        The result is two arrays, uint64 [n, size]. No transform changes the hash of a row or of a column.
+
+        tokens: [n, size * size].
         """
+        # A color refinement. Cells, rows, columns, bands, stacks, boxes and digits have colors, hashes that
+        # no transform changes. At first, the color of a cell says whether the cell is a clue. Each round
+        # mixes the colors of the cells into those of the lines, boxes and digits, and then mixes these into
+        # those of the cells.
         (height, width), size = self.box, self.box[0] * self.box[1]
         grids = tokens.reshape(-1, size, size)
         cells = mix((grids >= FIRST_SYMBOL).astype(np.uint64))
@@ -175,11 +178,7 @@ class SudokuSymmetry:
 
 
 def _color(sums: np.ndarray, width: int) -> np.ndarray:
-    """Returns the colors (hashes) of rows or columns: uint64 [n, size].
-
-    The color of a line depends on its own sum, and on the sums of the lines in its band (the lines of the
-    same boxes). sums: Sums of the colors of the cells of each line, [n, size]. width: Lines in a band.
-    """
+    # The color of a line depends on its own sum, and on the sums of the lines in its band: [n, size].
     colors = mix(sums)
     bands = mix(colors.reshape(len(sums), -1, width).sum(axis=2))
     return mix(colors + bands.repeat(width, axis=1))
@@ -193,12 +192,14 @@ def _orders(
     steps: Iterator[int],
     order: Sequence[int] = (),
 ) -> Iterator[list[int]]:
-    """Yields the orders of rows or columns in which their colors are `target_colors`.
+    """Yields all orders in which rows have the colors `target_colors`. Columns work the same.
 
-    An order is a list of line indices. Lines of the same band, `width` lines, stay together.
+    The color of a row is a hash. An order is a list of row numbers. Rows of the same band (a row of boxes)
+    stay together.
 
-    fits: Function (start of an order) -> whether to continue with it. steps: Iterator with an item for each
-    line that may be tried. If it ends, raises _TooLongError. order: Start of the orders to yield.
+    width: Number of rows in a band. fits: Function (start of an order) -> whether to continue with it. steps:
+    Iterator that limits the search. It advances for each row that is tried. At its end, _TooLongError is
+    raised. order: Start of the orders to yield.
     """
     place = len(order)
     if place == len(target_colors):
@@ -217,10 +218,10 @@ def _orders(
 
 
 def _renames_columns(grid: np.ndarray, target: np.ndarray) -> Callable[[list[int]], bool]:
-    """Returns a function that checks the start of an order of the columns of `grid`.
+    """Returns a function that compares columns of `grid` with the first columns of `target`.
 
-    It gets a list of column indices. It returns whether some exchange of the digits turns these columns, in
-    this order, into the first columns of `target`.
+    The function takes a list of column numbers of `grid`. It returns whether an exchange of digits makes
+    these columns equal to as many first columns of `target`.
     """
     columns, target_columns = grid.T.tolist(), target.T.tolist()
     fixed = {(token, token) for token in range(FIRST_SYMBOL)}

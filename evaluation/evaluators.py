@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import Dataset, Metadata, load_metadata, read_builder, splits_with_several_solutions
+from dataset.files import load_metadata, read_builder, splits_with_several_solutions
 from dataset.kinds.kind import Answers, Evaluator, Rules, find_kind, kind_names
+from dataset.metadata import Dataset, Metadata
 from distributed import log
 from distributed.collectives import Ranks, gather_objects
 from distributed.errors import collective_errors

@@ -11,8 +11,8 @@ import numpy as np
 
 from checkpointing.finding import Checkpoint
 from config.architecture import Architecture
-from dataset.format import Dataset
 from dataset.identities import Match, identities_of, read_identities
+from dataset.metadata import Dataset
 from dataset.mixture import fingerprint_of
 from distributed import log
 from distributed.collectives import broadcast_object

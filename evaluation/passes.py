@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import Answers
 from dataset.loader import Batch, PuzzleDataset, read_batches
+from dataset.metadata import IGNORE_LABEL_ID, Dataset
 from dataset.plan import EvaluationPlan
 from distributed.collectives import ALONE, Ranks, RankSums, all_ranks, gather_objects
 from distributed.process_group import is_main

@@ -12,8 +12,8 @@ from checkpointing.loading import architecture_errors, load_weights
 from checkpointing.sizes import sizes_in
 from config.programs import SolveConfig
 from dataset.description import DatasetInfo, read_info, read_names
-from dataset.format import BLANK, Metadata, usual_metadata
 from dataset.kinds.kind import Puzzle, kinds_of, read_symbols
+from dataset.metadata import BLANK, Metadata, usual_metadata
 from dataset.mixture import open_datasets
 from distributed import log
 from evaluation.known import find_match

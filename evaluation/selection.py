@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from config.programs import Select
-from dataset.format import IGNORE_LABEL_ID
+from dataset.metadata import IGNORE_LABEL_ID
 from evaluation.evaluators import Rules
 from models.carry import StepOutput
 

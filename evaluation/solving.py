@@ -18,9 +18,9 @@ import torch
 
 from config.programs import Select, SolveConfig
 from dataset.drawing import symbols_of
-from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Puzzle, Style
 from dataset.loader import Batch
+from dataset.metadata import IGNORE_LABEL_ID
 from distributed.progress import Progress
 from evaluation.selection import Scores, Settings, predicted_tokens
 from evaluation.test_time import (

@@ -19,7 +19,7 @@ config/arch/<name>.yaml     the keys of a model, with their defaults and meaning
 import importlib
 
 from config.architecture import Architecture, architectures
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from models.blocks import Level
 from models.halting import HaltingModel
 from models.network import Network

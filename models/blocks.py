@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from config.architecture import TokenConfig
-from dataset.format import Metadata, columns_of
+from dataset.metadata import Metadata, columns_of
 from models.layers import Attention, Convolution, SwiGLU, rms_norm
 
 

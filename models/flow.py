@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.architecture import FlowConfig
-from dataset.format import IGNORE_LABEL_ID, Metadata
 from dataset.loader import Batch
+from dataset.metadata import IGNORE_LABEL_ID, Metadata
 from models.blocks import Level, build_block
 from models.carry import Prediction, Reasoning, State, where
 from models.layers import Linear, truncated_normal

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.architecture import FPRMConfig
-from dataset.format import Metadata, columns_of
+from dataset.metadata import Metadata, columns_of
 from models.blocks import Level
 from models.carry import Prediction, Reasoning, State
 from models.layers import Attention, Linear, SwiGLU, rms_norm, truncated_normal

@@ -27,7 +27,7 @@ Loss               Loss of a slot: the mean over its labeled cells of the stable
 from torch import Tensor
 
 from config.architecture import HRMConfig
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from models.blocks import Level, build_block
 from models.carry import Prediction, Reasoning, State
 from models.layers import Linear, truncated_normal

@@ -56,8 +56,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.architecture import LDTConfig
-from dataset.format import IGNORE_LABEL_ID, Metadata, columns_of
 from dataset.loader import Batch
+from dataset.metadata import IGNORE_LABEL_ID, Metadata, columns_of
 from models.blocks import Level
 from models.carry import Reasoning, State, where
 from models.lattice import CONTRADICTORY, SOLVED, Outputs, leaves, move, start_boards, with_hints

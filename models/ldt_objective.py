@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.architecture import LDTConfig
-from dataset.format import IGNORE_LABEL_ID
+from dataset.metadata import IGNORE_LABEL_ID
 from models.carry import Carry, Reasoning, State, StepOutput
 from models.lattice import SOLVED, given_cells, is_lost, is_right, kills, with_target
 from models.objective import Divisors, Metrics, Sums, correct_sequences

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.architecture import ArchConfig, TokenConfig
-from dataset.format import Metadata
 from dataset.loader import Batch
+from dataset.metadata import Metadata
 from models.carry import Prediction, Reasoning, State
 from models.halting import q_head_wants_to_halt, sample_exploration
 from models.layers import Embedding, Linear, rotary_angles, rotary_table

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.architecture import ArchConfig
-from dataset.format import IGNORE_LABEL_ID
+from dataset.metadata import IGNORE_LABEL_ID
 from models.carry import Carry, Reasoning, StepOutput
 from models.compilation import eager_blocks
 from models.random import SlotRng

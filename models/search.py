@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from models.carry import State
 from models.network import Network
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from config.architecture import SERRMConfig
-from dataset.format import Metadata, columns_of
+from dataset.metadata import Metadata, columns_of
 from models.blocks import Level
 from models.carry import Prediction, Reasoning, State
 from models.layers import (

@@ -7,7 +7,7 @@ are explained.
 from torch import Tensor
 
 from config.architecture import TransformerConfig
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from models.blocks import Level, build_block
 from models.carry import Prediction, Reasoning, State
 from models.layers import Linear, truncated_normal

@@ -6,7 +6,7 @@ models/trm.py explains all other parts: gradient, puzzle embedding, halting and 
 from torch import Tensor
 
 from config.architecture import TRMSingleZConfig
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from models.blocks import Level, build_block
 from models.carry import Prediction, Reasoning, State
 from models.layers import Linear, truncated_normal

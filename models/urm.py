@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.architecture import URMConfig
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from models.blocks import Level, build_block
 from models.carry import Prediction, Reasoning, State
 from models.layers import Linear, gated, inner_width, truncated_normal

@@ -11,7 +11,7 @@ import numpy as np
 
 from checkpointing.finding import Checkpoint
 from dataset.drawing import SCRIPTS, THEME
-from dataset.format import Dataset
+from dataset.metadata import Dataset
 from distributed import log
 from distributed.process_group import is_main
 from models import HaltingModel

@@ -14,9 +14,9 @@ from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
 from dataset.description import DatasetInfo, read_info
 from dataset.drawing import cells_of, page_style
-from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import Style, to_grid
 from dataset.loader import choose_rows, names_of, original_rows, read_rows
+from dataset.metadata import IGNORE_LABEL_ID, Dataset
 from dataset.mixture import open_datasets
 from distributed.number_format import choose_evaluation_format
 from distributed.process_group import choose_device, set_cpu_threads

@@ -30,9 +30,9 @@ from config.programs import PageConfig
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo
 from dataset.drawing import SCRIPTS, THEME, page_style
-from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import to_grid
 from dataset.loader import choose_rows, names_of, read_rows
+from dataset.metadata import IGNORE_LABEL_ID, Dataset
 from dataset.mixture import open_datasets
 from distributed import log
 from evaluation.questions import find_info

@@ -11,7 +11,7 @@ from checkpointing.files import STARTS_FILE
 from checkpointing.finding import Checkpoint
 from config.files import changed_words, load_defaults, word
 from dataset.build import builders
-from dataset.format import read_builder
+from dataset.files import read_builder
 from evaluation.metric_tables import (
     is_number,
     is_share,

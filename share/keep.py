@@ -17,7 +17,7 @@ from checkpointing.files import SHARED_WEIGHTS_FILE
 from checkpointing.finding import SHIPPED, Checkpoint, find_checkpoint
 from checkpointing.loading import load_trained_model, load_weights
 from dataset.build.writing import check_output_folder, replaced_folder
-from dataset.format import Dataset
+from dataset.metadata import Dataset
 from dataset.mixture import open_datasets
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from evaluation.passes import evaluate_split

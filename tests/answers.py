@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from dataset.format import Metadata, usual_metadata
 from dataset.kinds.kind import Answers, Evaluator
+from dataset.metadata import Metadata, usual_metadata
 from distributed.process_group import rank, world_size
 from evaluation.evaluators import Evaluators
 

@@ -9,8 +9,9 @@ import torch
 from checkpointing.tensors import find_files, load_joined
 from config.schema import PretrainConfig
 from dataset.description import with_candidates
-from dataset.format import Metadata, load_metadata, open_dataset
+from dataset.files import load_metadata, open_dataset
 from dataset.loader import Batch
+from dataset.metadata import Metadata
 from dataset.mixture import fingerprint_of
 from distributed.process_group import rank
 from models.carry import Carry

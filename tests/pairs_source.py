@@ -10,7 +10,7 @@ import pyarrow.parquet
 
 from dataset.build import build_dataset
 from dataset.description import Vocabulary
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from tests import sudoku_source
 
 

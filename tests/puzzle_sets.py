@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset.build.writing import write_dataset
-from dataset.format import Metadata, Split
+from dataset.metadata import Metadata, Split
 from dataset.sets import FIELDS, PuzzleSet
 
 VOCAB_SIZE, SEQ_LEN, NUM_IDENTIFIERS = 7, 4, 50

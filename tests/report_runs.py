@@ -10,7 +10,8 @@ import torch
 from checkpointing.files import CONFIG_FILE, STARTS_FILE
 from config.files import config_to_yaml
 from dataset.description import DatasetInfo
-from dataset.format import IGNORE_LABEL_ID, Dataset, load_metadata, usual_metadata
+from dataset.files import load_metadata
+from dataset.metadata import IGNORE_LABEL_ID, Dataset, usual_metadata
 from evaluation.trace import Trace
 from models import HaltingModel, build_model
 from models.network import Network

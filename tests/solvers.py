@@ -6,7 +6,7 @@ from pathlib import Path
 import solve
 from dataset.build import build_dataset
 from dataset.description import read_info
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from tests.arc_source import write_source
 from tests.checkpoints import save_on
 from tests.tiny import draw_small_parts_

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset.build import build_dataset
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import count_solutions
 from dataset.sets import PuzzleSet

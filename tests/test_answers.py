@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from dataset.answers import read_answers
 from dataset.description import with_candidates
-from dataset.format import IGNORE_LABEL_ID, open_dataset
+from dataset.files import open_dataset
 from dataset.loader import PuzzleDataset
+from dataset.metadata import IGNORE_LABEL_ID
 from dataset.plan import Stage, TrainPlan
 from dataset.sets import PuzzleSet
 from distributed.process_group import rank

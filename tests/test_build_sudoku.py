@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.format import open_split, splits_with_several_solutions
+from dataset.files import open_split, splits_with_several_solutions
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
     BOXES,

@@ -13,11 +13,12 @@ from config.compose import config_with
 from config.programs import SolveConfig
 from dataset.build import build_dataset
 from dataset.description import with_candidates
-from dataset.format import Dataset, open_dataset
+from dataset.files import open_dataset
 from dataset.kinds import coloring
 from dataset.kinds.kind import find_kind
 from dataset.loader import read_rows
 from dataset.many_answers import ManyAnswersEvaluator
+from dataset.metadata import Dataset
 from evaluation.evaluators import Evaluators
 from evaluation.loop import answer_batches
 from evaluation.passes import evaluate_split

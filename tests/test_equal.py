@@ -16,7 +16,7 @@ from dataset.equal import (
     read_trained,
     trained_in_folders,
 )
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.loader import original_rows
 from dataset.mixture import open_datasets
 from tests import arc_source

@@ -1,6 +1,6 @@
 """Mistakes that several ranks meet: one line from us, status not 0, nothing half-written.
 
-What each line says is held where it is made: test_format.py for data, mistakes.yaml for configs.
+What each line says is held where it is made: test_dataset_files.py for data, mistakes.yaml for configs.
 """
 
 import resource

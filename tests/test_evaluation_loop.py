@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.loader import read_rows
 from distributed.mesh import Mesh, sizes_of
 from distributed.pipeline import Ring, keep_stage, pipe_levels

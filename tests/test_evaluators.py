@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from evaluation.evaluators import Evaluators
 from tests import sudoku_source
 from tests.ranks import REPOSITORY
@@ -48,7 +48,7 @@ KIND = Kind(
 )
 """
 _USE_NEW_KIND = """
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from dataset.kinds.kind import kind_names, kind_of
 kind = kind_of(Metadata(0, 0, 0, 3, 5, 1, 1, 1.0, ("all",)))
 print(",".join(kind_names()), kind.name, kind.style.symbols[1])

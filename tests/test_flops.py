@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from config.architecture import architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
-from dataset.format import usual_metadata
+from dataset.metadata import usual_metadata
 from dataset.sets import PuzzleSet
 from models import build_model
 from models.flops import StepCounter

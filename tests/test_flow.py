@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from config.files import load_defaults
 from config.programs import EvaluateConfig
 from config.schema import validate_config
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.loader import Batch
 from evaluation.loop import answer_batches
 from evaluation.passes import SetResult, evaluate_split

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dataset.description import read_info
-from dataset.format import open_split
+from dataset.files import open_split
 from dataset.kinds.arc import generate
 from dataset.kinds.arc.generate import FAMILIES, LARGEST, SMALLEST, generate_tasks
 from dataset.kinds.kind import find_kind

@@ -14,7 +14,7 @@ from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model, load_weights, take_rows
 from config.compose import config_with
 from config.programs import SolveConfig
-from dataset.format import DIGESTS, IDENTIFIERS
+from dataset.files import DIGESTS, IDENTIFIERS
 from dataset.identities import Identities, identities_of, read_identities
 from dataset.mixture import open_datasets
 from evaluation.known import check_same_rows, find_match, known_puzzles

@@ -111,7 +111,7 @@ def test_the_shapes_of_a_model_need_no_compiler():
         import torch
         from config.architecture import architectures
         from config.files import load_defaults
-        from dataset.format import usual_metadata
+        from dataset.metadata import usual_metadata
         from models import build_model
 
         facts = usual_metadata(num_puzzle_identifiers=2, vocab_size=11, seq_len=81)

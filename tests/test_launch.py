@@ -30,7 +30,7 @@ def _start(others_code: dict[int, dict[str, str]]) -> str:
 
 def test_what_is_compared():
     code = launch._code()
-    assert {"pretrain.py", "models/hrm.py", "dataset/format.py"} <= code.keys()
+    assert {"pretrain.py", "models/hrm.py", "dataset/metadata.py"} <= code.keys()
     assert not any(name.startswith(("tests", "benchmarks", ".venv")) for name in code)
     assert sum(name.startswith("torch ") for name in code) == 1
 

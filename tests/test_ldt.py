@@ -16,9 +16,10 @@ from config.programs import EvaluateConfig, SolveConfig
 from config.schema import validate_config
 from dataset.build import build_dataset
 from dataset.description import with_candidates
-from dataset.format import Dataset, open_dataset
+from dataset.files import open_dataset
 from dataset.kinds.kind import Puzzle, find_kind
 from dataset.loader import Batch, read_rows
+from dataset.metadata import Dataset
 from evaluation import results, solving
 from evaluation.loop import answer_batches
 from evaluation.test_time import build_draw, set_up

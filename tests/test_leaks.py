@@ -13,7 +13,7 @@ from checkpointing.finding import find_checkpoint
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.equal import Trained, hash_examples
-from dataset.format import load_metadata, open_dataset
+from dataset.files import load_metadata, open_dataset
 from dataset.mixture import open_datasets
 from dataset.plan import held_out_groups
 from evaluation.evaluators import Evaluators

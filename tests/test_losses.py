@@ -7,7 +7,7 @@ import torch
 
 from config.architecture import LossConfig
 from config.files import load_defaults
-from dataset.format import IGNORE_LABEL_ID
+from dataset.metadata import IGNORE_LABEL_ID
 from models.carry import Carry, Prediction, StepOutput
 from models.objective import ContinueTarget, Objective, Sums, softmax_cross_entropy, stablemax_cross_entropy
 from tests.float64 import TOLERANCE, assert_close

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.loader import PuzzleDataset
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import EvaluationPlan, Stage, TrainPlan

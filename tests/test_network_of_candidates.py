@@ -11,8 +11,9 @@ from config.files import load_defaults
 from config.programs import EvaluateConfig
 from config.schema import PretrainConfig, validate_config
 from dataset.description import with_candidates
-from dataset.format import Dataset, open_dataset
+from dataset.files import open_dataset
 from dataset.loader import Batch
+from dataset.metadata import Dataset
 from distributed.process_group import rank
 from evaluation.loop import Race, answer_batches
 from evaluation.passes import SetResult, evaluate_split

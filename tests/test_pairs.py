@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from dataset.description import DatasetInfo, Vocabulary, read_info
-from dataset.format import IGNORE_LABEL_ID, open_dataset
+from dataset.files import open_dataset
 from dataset.kinds.kind import kind_of
+from dataset.metadata import IGNORE_LABEL_ID
 from dataset.show import main as show
 from evaluation.evaluators import Evaluators, build_evaluator
 from solve import load

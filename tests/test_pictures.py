@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dataset.build import build_dataset
-from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style, find_kind, kind_names
+from dataset.metadata import IGNORE_LABEL_ID
 from evaluation.trace import Trace
 from models.search import NO_GUESS
 from tests.checkpoints import replicated_tensors

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from benchmarks.published import PublishedTrainer
 from benchmarks.worlds import Trainer, metadata, random_batch
-from dataset.format import IGNORE_LABEL_ID
 from dataset.loader import Batch
+from dataset.metadata import IGNORE_LABEL_ID
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import draw_small_parts_
 

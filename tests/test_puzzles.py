@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.format import IGNORE_LABEL_ID, SPLITS, open_dataset, open_split
+from dataset.files import open_dataset, open_split
 from dataset.loader import Batch, PuzzleDataset, read_batches
+from dataset.metadata import IGNORE_LABEL_ID, SPLITS
 from dataset.plan import EvaluationPlan, Stage, TrainPlan
 from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
 from tests.waiting import wait_for

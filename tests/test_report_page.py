@@ -17,8 +17,9 @@ import torch
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
 from config.schema import PretrainConfig
-from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
+from dataset.files import IDENTIFIERS, open_dataset
 from dataset.loader import Batch
+from dataset.metadata import IGNORE_LABEL_ID
 from evaluation.intervals import wilson_interval
 from evaluation.trace import record_trace
 from models.trm import TRM

@@ -22,11 +22,12 @@ from config.files import load_defaults
 from config.programs import PageConfig
 from config.schema import validate_config
 from dataset.drawing import page_style
-from dataset.format import open_dataset, usual_metadata
+from dataset.files import open_dataset
 from dataset.kinds.kind import find_kind, kind_names
 from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku
 from dataset.kinds.sudoku.rules import BOXES, count_solutions
+from dataset.metadata import usual_metadata
 from models import HaltingModel
 from models.carry import Reasoning
 from share import browser

@@ -15,9 +15,10 @@ from dataset.build import build_dataset
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.drawing import draw
-from dataset.format import IGNORE_LABEL_ID, Metadata, Split, open_split
+from dataset.files import open_split
 from dataset.kinds.arc.tasks import COLOR_0, SIZE
 from dataset.kinds.kind import Style
+from dataset.metadata import IGNORE_LABEL_ID, Metadata, Split
 from dataset.sets import PuzzleSet
 from dataset.show import main
 from tests import refusals

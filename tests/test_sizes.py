@@ -11,7 +11,7 @@ from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
 from checkpointing.tensors import load_joined
 from dataset.build import build_dataset
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.kinds.sudoku.texts import SYMBOLS
 from dataset.show import main as show
 from tests.checkpoints import assert_equal, open_checkpoints, random_state

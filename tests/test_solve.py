@@ -19,7 +19,7 @@ from config.compose import config_with
 from config.programs import SolveConfig
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.kinds.kind import Puzzle, find_kind
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split

@@ -23,7 +23,8 @@ from config.programs import SearchConfig
 from config.schema import PretrainConfig, validate_config
 from dataset.build.__main__ import main as build
 from dataset.description import DatasetInfo, read_names
-from dataset.format import open_split, usual_metadata
+from dataset.files import open_split
+from dataset.metadata import usual_metadata
 from distributed import log
 from report.page import write_report
 from runtime.reading import read_arrays, read_lines, read_text

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dataset.augmentations import AUGMENTATIONS
-from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.sudoku import check_answers
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
@@ -20,6 +19,7 @@ from dataset.kinds.sudoku.rules import (
     unit_cells,
 )
 from dataset.kinds.sudoku.symmetries import bits_per_symmetry, draw_symmetries
+from dataset.metadata import IGNORE_LABEL_ID
 from dataset.randomness import random_bits
 from evaluation.evaluators import build_evaluator
 from tests.answers import answers, metadata, metrics_of

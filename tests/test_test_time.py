@@ -11,7 +11,7 @@ import torch
 from config.compose import config_with
 from config.programs import EvaluateConfig
 from dataset.build import build_dataset
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.loader import Batch, read_rows
 from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split

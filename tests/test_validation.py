@@ -11,7 +11,7 @@ import pytest
 from checkpointing.files import MANIFEST_FILE, STATE_FILE, manifest_text
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
-from dataset.format import SPLITS
+from dataset.metadata import SPLITS
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, held_out_groups
 from tests.puzzle_sets import Groups, make_set, write

@@ -13,7 +13,7 @@ import pytest
 
 from dataset.build import writing
 from dataset.build.writing import check_output_folder, write_dataset
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from runtime.reading import sha256_of
 from tests.puzzle_sets import ARRAYS, SPLITS, TEST, TRAIN, make_set, make_split, write
 from tests.ranks import REPOSITORY

@@ -14,8 +14,9 @@ import torch
 from config.architecture import Architecture, architectures
 from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
-from dataset.format import IGNORE_LABEL_ID, Metadata, load_metadata
+from dataset.files import load_metadata
 from dataset.loader import Batch
+from dataset.metadata import IGNORE_LABEL_ID, Metadata
 from distributed.launch import Program
 from distributed.watchdog import Watchdog
 from models import HaltingModel, build_model

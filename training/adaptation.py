@@ -11,8 +11,8 @@ from checkpointing.finding import Checkpoint
 from checkpointing.loading import load_weights
 from config.compose import config_with
 from config.schema import PretrainConfig
-from dataset.format import Metadata
 from dataset.loader import load_batch
+from dataset.metadata import Metadata
 from dataset.sets import PuzzleSet
 from distributed import log
 from distributed.progress import Progress

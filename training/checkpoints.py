@@ -46,7 +46,7 @@ from checkpointing.writer import CheckpointWriter
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from dataset.equal import Trained
-from dataset.format import Dataset
+from dataset.metadata import Dataset
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, lost_connection

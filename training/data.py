@@ -13,8 +13,9 @@ from checkpointing.files import checkpoints_in, read_state, step_of
 from config.schema import PretrainConfig, StageConfig
 from dataset.description import DatasetInfo, read_info, with_candidates
 from dataset.equal import Trained, hash_training, join_repeats, trained_in_folders
-from dataset.format import MANIFEST, Dataset, load_metadata
+from dataset.files import MANIFEST, load_metadata
 from dataset.loader import Batch, PuzzleDataset, read_batches
+from dataset.metadata import Dataset
 from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
 from dataset.plan import Stage, TrainPlan, held_out_groups
 from distributed import log

@@ -15,7 +15,7 @@ import torch
 
 from config.schema import PretrainConfig
 from dataset.description import with_candidates
-from dataset.format import USUAL_SIZES, usual_metadata
+from dataset.metadata import USUAL_SIZES, usual_metadata
 from dataset.mixture import open_datasets
 from distributed.process_group import device_type
 from models import HaltingModel, build_model

@@ -14,7 +14,7 @@ from config.architecture import Architecture
 from config.files import changed_words, load_defaults
 from config.schema import PretrainConfig
 from dataset.equal import Trained, read_trained
-from dataset.format import Dataset
+from dataset.metadata import Dataset
 from distributed import log
 from distributed.errors import collective_errors
 from distributed.process_group import is_main

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from config.schema import PretrainConfig
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from distributed.collectives import all_ranks
 from distributed.errors import collective_errors
 from distributed.mesh import Mesh

@@ -20,9 +20,9 @@ from dataset.drawing import (
     regions_of,
     svg_file,
 )
-from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style
 from dataset.loader import choose_rows, read_rows
+from dataset.metadata import IGNORE_LABEL_ID
 from evaluation.trace import Trace, record_trace
 from models.compilation import eager_blocks
 from training.data import RunData

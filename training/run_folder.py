@@ -22,8 +22,8 @@ import torch
 from checkpointing.files import IDENTITIES_FILE, STARTS_FILE, newest_checkpoint
 from config.architecture import Architecture
 from config.schema import PretrainConfig
-from dataset.format import Dataset
 from dataset.identities import identities_of
+from dataset.metadata import Dataset
 from distributed import log
 from distributed.process_group import is_main, is_under_torchrun, local_world_size, world_size
 from distributed.processor import describe_processor

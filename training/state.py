@@ -14,7 +14,7 @@ from torch import Tensor
 
 from checkpointing.tensors import load_into_
 from config.schema import PretrainConfig
-from dataset.format import Metadata
+from dataset.metadata import Metadata
 from distributed import log
 from distributed.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
 from distributed.errors import abort_all, collective_errors

@@ -24,9 +24,9 @@ _OTHERS = {"reasoning_gym": "dataset.kinds.pairs.reasoning_gym"}  # builders for
 
 
 def builders() -> dict[str, str]:
-    """Returns {name of a dataset builder: its module}, such as {"maze": "dataset.kinds.maze.build"}.
+    """Returns the module of each dataset builder, such as {"maze": "dataset.kinds.maze.build"}.
 
-    Includes builders of imported plugins. Imports no builder.
+    Includes the builders of imported plugins. Does not import the builders.
     """
     found = dict(_OTHERS)
     for folder in (entry for entry in Path(dataset.kinds.__file__).parent.iterdir() if entry.is_dir()):
@@ -42,11 +42,13 @@ def builders() -> dict[str, str]:
 def build_dataset(kind: str, arguments: Sequence[str]) -> None:
     """Builds a dataset, like the command `python -m dataset.build KIND ARGUMENTS`.
 
-    Raises ValueError, with a message of one line, if the arguments or the source are invalid. Then no dataset
-    is written.
+    Args:
+        kind: Name of a builder, such as "sudoku".
+        arguments: The other arguments of the command, such as ["--output-dir", "data/demo"].
 
-    kind: Name of a builder, such as "sudoku". arguments: Other arguments, such as ["--output-dir",
-    "data/demo"].
+    Raises:
+        ValueError: An argument or the source of the puzzles is not valid. The message has one line. No
+            dataset is written.
     """
     import_plugins(arguments)
     if kind not in (known := builders()):

@@ -7,8 +7,8 @@ import numpy as np
 
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
-from dataset.format import BLANK
 from dataset.many_answers import AnswerRules
+from dataset.metadata import BLANK
 from dataset.randomness import random_bits, random_orders
 from runtime.command_line import recorded
 
@@ -24,12 +24,13 @@ def write_with_answers(
     rules: AnswerRules,
     vocab_size: int,
 ) -> None:
-    """Finds all right answers to the inputs, and writes the dataset folder. Prints how many there are.
+    """Writes a dataset of puzzles with several right answers.
 
-    A training group is an input, and its puzzles are the right answers. Keeps `options.num_test` test inputs.
-    The label of a test input is the first of its right answers.
+    The training split has one example for each right answer. The test split has one example for each input.
+    Its label is the first right answer. Prints the numbers of inputs and examples.
 
-    train, test: Distinct inputs, tokens, uint8 [n, cells].
+    options: Parsed command line. If `num_test` is set, only this number of random test inputs is kept. train,
+    test: Different inputs, uint8 [n, cells].
     """
     if options.num_test is not None and options.num_test < len(test):
         order = random_orders(random_bits(options.seed, stream=_TEST_SUBSAMPLE, index=0, count=len(test)))
@@ -41,6 +42,7 @@ def write_with_answers(
     firsts = test_counts.cumsum() - test_counts
     test_pairs = np.stack([test, test_answers[firsts]], axis=1)
     splits = {
+        # A group is an input, and its puzzles are the right answers.
         "train": make_split(pairs, vocab_size=vocab_size, group_sizes=counts),
         "test": make_split(test_pairs, vocab_size=vocab_size),
     }

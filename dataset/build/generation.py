@@ -32,15 +32,17 @@ def draw_distinct(
     refusal: str,
     distinct_part: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generates puzzles with different inputs. Returns (training, test), uint8 [puzzles, parts, cells] each.
+    """Generates puzzles for both splits, without repetitions. Returns (training puzzles, test puzzles).
 
-    Calls draw(split, 0), draw(split, 1), ... until there are `num_test` test puzzles, and in the same way
-    `num_train` training puzzles. No input is in both. After 2 s, all CPU cores work. Raises ValueError if
-    `max_misses` calls in a row give no new puzzle.
+    Both arrays are uint8 [puzzles, parts, cells]. Part 0 of a puzzle is its input, and part 1 is usually its
+    answer. Calls draw("test", 0), draw("test", 1), ... until there are enough test puzzles, then does the
+    same for "train". After 2 s, all CPU cores generate puzzles.
 
-    draw: Picklable function (split, index) -> list of puzzles [parts, cells]. Part 0 is the input, part 1
-    usually the answer. refusal: Message of the ValueError. In it, {count} becomes the number of puzzles
-    found. distinct_part: Part in which all puzzles of both splits differ.
+    Args:
+        draw: `draw(split, index)` returns a list of puzzles, [parts, cells] each. It must be picklable.
+        max_misses: Number of calls in a row without a new puzzle after which ValueError is raised.
+        refusal: Message of this ValueError. "{count}" in it becomes the number of puzzles found.
+        distinct_part: Part that differs between any two puzzles of both splits.
     """
     seen: set[bytes] = set()
     drawn = {}
@@ -70,10 +72,7 @@ def draw_distinct(
 
 
 def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Sequence[np.ndarray]]:
-    """Yields draw(0), draw(1), ... in this order, forever.
-
-    After 2 s, one process for each core computes them.
-    """
+    """Yields draw(0), draw(1), ... without end. After 2 s, one process per core computes them."""
     started = time.monotonic()
     index = 0
     while time.monotonic() - started < _SECONDS_ALONE:
@@ -98,26 +97,19 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
 
 
 def _start(plugins: list[str]) -> None:
-    """Prepares a process that generates puzzles: imports plugins, and ignores Ctrl-C.
-
-    The parent process handles Ctrl-C. If the parent ends, this process ends too. plugins: Paths of the files.
-    """
     load_plugins(plugins)
 
-    def watch() -> None:
+    def watch() -> None:  # ends this process with its parent
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     threading.Thread(target=watch, daemon=True).start()
 
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Context manager for code that starts processes. Prevents them from running the user's script again.
-
-    With the start method "spawn", a new process would import the script as its main module.
-    """
+    # Processes that are started here must not import and run the user's script, as "spawn" does.
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
         yield

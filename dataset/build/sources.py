@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import SPLITS
+from dataset.metadata import SPLITS
 from runtime.command_line import integer
 from runtime.hub import download, is_address, parse_address
 from runtime.reading import printable, read_lines
@@ -35,10 +35,12 @@ NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 
 
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
-    """Adds the options --source, --generate and --columns.
+    """Adds the options --source, --generate and --columns to the parser of a dataset builder.
 
-    The user must pass one of the first two. thing: Word for a puzzle, such as "maze". columns: End of the
-    help text of --source. It describes the columns of a file. generated: Help text of --generate.
+    The user must pass either --source or --generate.
+
+    thing: Word for a puzzle in the help texts, such as "maze". columns: Help text that describes the columns
+    of a source file. generated: Help text of --generate.
     """
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
@@ -56,15 +58,15 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
 def find_source_files(
     source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str, output_dir: Path
 ) -> list[Path]:
-    """Returns the paths of the puzzle files that the option --source selects.
+    """Returns the paths of the puzzle files to read.
 
-    Downloads them if `source` is an address on the Hugging Face Hub. Raises ValueError, with a message of one
-    line, for every error.
+    If `source` is an address on the Hugging Face Hub, downloads the files. Raises ValueError, with a message
+    of one line, for every error.
 
     source: A file, a folder, or an address hf://datasets/OWNER/NAME. choose: Function that gets the names of
-    all files, and returns those to read, training first. It raises ValueError if some are missing. needed:
-    Text for messages, such as "train.csv and test.csv". output_dir: Folder that the builder will replace. It
-    must not contain the files.
+    all files in the folder, and returns the names of the files to read. It raises ValueError if a file is
+    missing. needed: Names of the needed files for messages, such as "train.csv and test.csv". output_dir:
+    Folder that the builder will replace. It must not contain the files.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")
@@ -96,12 +98,8 @@ def check_source(source: Path, *files: Path, output_dir: Path) -> None:
 
 
 def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:
-    """Returns the file names that `choose` selects.
-
-    Prints the other names that look like puzzle files. names: Names of the files in a folder. The name of a
-    subfolder ends with "/".
-    """
     chosen = choose([name for name in names if not name.endswith("/")])
+    # Print other files that look like puzzle files.
     endings = {_ending_of(name) for name in chosen} | {".csv", ".jsonl", ".parquet"}
     others = sorted(set(names).difference(chosen))
     if others := [name for name in others if _ending_of(name) in endings or _OF_A_SPLIT.fullmatch(name)]:
@@ -114,11 +112,11 @@ def _ending_of(name: str) -> str:
 
 
 def choose_puzzle_files(names: list[str]) -> list[str]:
-    """Selects the puzzle files in a folder. Returns [training, test], or one file for both.
+    """Selects the puzzle files among the names of files in a folder.
 
-    Example: ["train.csv", "test.csv.gz"]. If the folder has neither train.* nor test.*, its only table, or
-    its only puzzle file, is used for both. Raises ValueError if only one of train.* and test.* exists, if one
-    of them exists twice, or if there are several other files.
+    Returns [training file, test file], such as ["train.csv", "test.csv.gz"]. If there is neither a training
+    file nor a test file, returns the name of the only table or of the only puzzle file. In any other case,
+    raises ValueError.
     """
     seen = [name for name in names if "/" not in name and not name.startswith(".")]
     endings = {name: Path(name.removesuffix(".gz")) for name in seen}
@@ -140,8 +138,7 @@ def choose_puzzle_files(names: list[str]) -> list[str]:
 
 
 def is_table(path: Path) -> bool:
-    """Returns whether a file is a table with columns (.csv or .tsv). Other files are lists of puzzles."""
-    return _ending_of(path.name) in _TABLES
+    return _ending_of(path.name) in _TABLES  # other files are lists of puzzles
 
 
 def read_columns(
@@ -155,15 +152,18 @@ def read_columns(
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads columns of a CSV file in chunks of rows. Yields (line numbers, {column: texts}).
 
-    Commas, semicolons or tabs separate columns. The first line contains the names of the columns. A usual
-    synonym is accepted too, such as "puzzle" for "question". If `is_grid` accepts a field of the first line,
-    the file has no names. The columns with grids then get the `names`, in order. Raises ValueError, with
-    file and line, if the file is not valid.
+    Commas, semicolons or tabs separate the columns. The first line contains the names of the columns. Usual
+    synonyms are accepted, such as "puzzle" for "question". Raises ValueError, with file and line, if the file
+    is not valid.
 
-    names: Needed columns. read_others: Whether to yield all columns, under the names in the file.
-    column_names: Value of the option --columns: the names in the file, separated by commas. optional: Columns
-    that may be missing, unless `column_names` contains a comma. is_grid: Function that says whether a text is
-    a puzzle.
+    Args:
+        names: Names of the columns to read.
+        read_others: Whether to yield all columns of the file, under their names in the file.
+        column_names: Value of the option --columns: the names of the columns in the file, separated by
+            commas.
+        optional: Names of columns that may be missing, unless `column_names` contains a comma.
+        is_grid: Function that returns whether a text is a puzzle. If the first line contains puzzles, the
+            file has no column names, and the columns with puzzles get the `names` in their order.
     """
     optional = () if column_names and "," in column_names else optional
     content = read_lines(path)
@@ -197,13 +197,12 @@ def read_columns(
 def _find_columns(
     header: Sequence[str], names: Sequence[str], column_names: str | None, *, where: str
 ) -> dict[str, int]:
-    """Finds columns in the first line of a table. Returns {name: position}.
+    """Finds columns by their names in the first line of a table. Returns {name: position}.
 
-    Names without a column are left out. Raises ValueError if two columns have the same name.
+    Columns that are not found are left out. Raises ValueError if two columns have the same name.
 
-    header: Texts of the first line. names: Columns to find. column_names: Their names in the file, separated
-    by commas, in the same order. If one is empty or missing, the usual names are searched. where: File and
-    line, for messages.
+    column_names: Names in the file, separated by commas, in the order of `names`. For an empty or missing
+    name, the usual synonyms are searched. where: File and line for the message.
     """
     typed = [name.strip().lower() for name in header]
     there = {name: position for position, name in enumerate(typed)}
@@ -233,12 +232,7 @@ def expect(path: Path, lines: Sequence[int], is_valid: np.ndarray, message: str)
 
 
 def _hint_of(text: str, num_cells: int, *, remark: str) -> str:
-    """Returns the end of an error message for a cell text of the wrong length.
-
-    It is `remark`, advice how to repair a text that a spreadsheet has changed, or both.
-
-    num_cells: Number of characters that the text should have.
-    """
+    # A spreadsheet may have changed the text.
     if text.startswith("'"):
         return ". Remove the apostrophe at its start. A spreadsheet has added it"
     if re.fullmatch(r"\d([.,]\d+)?E\+?\d+", text):
@@ -257,12 +251,18 @@ def parse_grids(
     largest: Sequence[int],
     remark: str = "",
 ) -> list[np.ndarray]:
-    """Converts the texts of puzzles and answers to tokens. Returns uint8 [n, num_cells] for each column.
+    """Converts the texts of puzzles and answers to tokens.
 
-    columns: {name of a column: n texts}, the puzzles first. check: Function (is_good bool [n], message). It
-    must raise ValueError with the message if a text is not good. token_of: {character: token}. largest:
-    Largest allowed token of each column. If it has only one entry, only the first column is converted.
-    remark: End of the message for a text of the wrong length.
+    Returns an array uint8 [n, num_cells] for each column.
+
+    Args:
+        columns: {name of a column: n texts}. The first column contains the puzzles.
+        check: `check(is_valid, message)` raises ValueError with the message if an entry of `is_valid`, bool
+            [n], is False.
+        num_cells: Number of characters that each text must have.
+        token_of: {character: token}.
+        largest: Largest allowed token of each column. Columns without an entry are not converted.
+        remark: End of the message for a text of the wrong length.
     """
     table, grids = np.full(256, 255, np.uint8), []
     table[list(map(ord, token_of))] = list(token_of.values())

@@ -15,7 +15,7 @@ import numpy as np
 
 from dataset.build.sources import choose_puzzle_files, find_source_files
 from dataset.build.writing import write_dataset
-from dataset.format import BLANK, Split, one_set_split
+from dataset.metadata import BLANK, Split, one_set_split
 from dataset.randomness import random_bits, random_orders
 from dataset.sets import PuzzleSet
 from runtime.command_line import recorded, warn
@@ -32,9 +32,9 @@ _SAMPLE, _SAMPLE_SECONDS = 1000, 10.0  # puzzles whose solutions are counted, an
 
 
 def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
-    """Yields a key (bytes) for each input. Only equal inputs have equal keys.
+    """Yields the tokens of each input as bytes, without the zeros (padding) at its end.
 
-    Zeros (padding) at the end of an input do not count. inputs: uint8 [count, cells].
+    inputs: uint8 [count, cells].
     """
     for start in range(0, len(inputs), _CHUNK_ROWS):
         chunk = np.ascontiguousarray(inputs[start : start + _CHUNK_ROWS])
@@ -42,7 +42,7 @@ def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
 
 
 def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
-    """Returns for each input whether its key is in `keys`: bool [count].
+    """Returns for each input whether `keys` contains it: bool [count].
 
     inputs: uint8 [count, cells]. keys: Results of `input_keys`.
     """
@@ -52,8 +52,8 @@ def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
 def check_count(*numbers: int) -> None:
     """Raises ValueError if a dataset would have too many examples for int32 indices.
 
-    numbers: Their product is the number of examples. Example: number of puzzles, copies of each puzzle, and
-    examples of each copy.
+    numbers: Factors of the number of examples, such as the number of puzzles and the number of copies of each
+    puzzle.
     """
     if math.prod(numbers) > _MOST_EXAMPLES:
         product = " x ".join(map(str, numbers))
@@ -73,25 +73,31 @@ def build_puzzles(
     make_easier: Callable[[np.ndarray], np.ndarray] | None = None,
     has_several: Callable[[np.ndarray], bool] | None = None,
 ) -> None:
-    """Builds a dataset: reads or generates puzzles, adds variants for training, and writes the folder.
+    """Builds a dataset from puzzles that are read from files or generated.
 
-    A variant is an augmented copy of a puzzle. A pair is an input and its label, as tokens. The manifest, a
-    JSON file in the folder, contains a digest of each source file, not its path.
+    A pair is an input and its label, as tokens, uint8 [2, cells]. A variant is an augmented copy of a
+    training puzzle.
 
-    options: Parsed command line of the builder. kind: Name of the kind of puzzle. thing: Word for a puzzle,
-    such as "maze", for messages. vocab_size: Number of different tokens. augmentation: Name of the transforms
-    in `AUGMENTATIONS`. read: Function (files) -> pairs of each file, uint8 [n, 2, cells]. generate: Function
-    () -> (training pairs, test pairs). It is called if the user passed --generate. draw_transforms: Function
-    (number of puzzles) -> transforms, uint8 [puzzles, 1 + variants, bytes]. The first transform of each
-    puzzle changes nothing. If None, there are no variants. make_easier: Function (training pairs) -> easier
-    inputs [count, cells] with the same labels. They become a second example of each puzzle, unless they are
-    test puzzles. has_several: Function (input [cells]) -> whether the puzzle has several solutions. It checks
-    puzzles that were read.
+    Args:
+        options: Parsed command line of the builder.
+        kind: Name of the kind of puzzle.
+        thing: Word for a puzzle in messages, such as "maze".
+        vocab_size: Number of different tokens.
+        augmentation: Name of the transforms of variants in `AUGMENTATIONS`.
+        read: `read(files)` returns the pairs of each file, [n, 2, cells].
+        generate: Returns (training pairs, test pairs). Called if the user has passed --generate.
+        draw_transforms: `draw_transforms(n)` returns the transforms of n puzzles, uint8 [n, 1 + variants,
+            bytes]. The first transform of each puzzle changes nothing. If None, there are no variants.
+        make_easier: Converts training pairs to easier inputs with the same labels, [n, cells]. Each becomes a
+            second example of its puzzle, unless it is a test puzzle.
+        has_several: Returns whether a puzzle, given by its input [cells], has several solutions. Checks
+            puzzles that were read from files.
     """
     instead = {}
     if options.generate is None:
         needed, output_dir = "train.csv and test.csv", options.output_dir
         files = find_source_files(options.source, choose_puzzle_files, needed=needed, output_dir=output_dir)
+        # The manifest contains digests of the files, but no paths of this machine.
         instead["source"] = {path.name: sha256_of(path) for path in files}
         distinct = [
             _without_repeats(pairs, path, kind=kind) for path, pairs in zip(files, read(files), strict=True)
@@ -143,13 +149,12 @@ def build_puzzles(
 def _split_files(
     files: list[Path], read: Sequence[np.ndarray], *, thing: str, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Divides the pairs of one or two files. Returns (training pairs, test pairs).
+    """Divides the pairs of one or two files into training pairs and test pairs.
 
-    With two files, the first is for training. With one file, a random tenth of its pairs, at least one,
-    becomes the test pairs. Training pairs with the input of a test pair are then dropped. Raises ValueError
-    if a file has no pair, or if no training pair is left.
+    The first of two files is for training. A random tenth of a single file is for testing. Training pairs
+    with the input of a test pair are then left out. Raises ValueError if there are too few pairs.
 
-    read: Pairs of each file, uint8 [n, 2, cells]. thing: Word for a puzzle, for messages.
+    read: Pairs of each file, uint8 [n, 2, cells]. thing: Word for a puzzle in messages.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
         raise ValueError(f"{empty[0]} has no {thing}. Pass another --source.")
@@ -165,11 +170,10 @@ def _split_files(
 
 
 def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
-    """Removes repeated pairs of a file, and prints how many there were. Keeps the order.
+    """Removes repeated pairs of a file, and prints how many there were.
 
-    Warns about inputs with several answers, and about answers that equal their input. It keeps these pairs.
-
-    kind: Name of the kind of puzzle, for messages.
+    Warns about inputs with several answers, and about answers that are equal to their inputs. These pairs are
+    not removed.
     """
     seen: set[tuple[bytes, bytes]] = set()
     inputs: set[bytes] = set()
@@ -195,13 +199,6 @@ def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
 def _have_several_solutions(
     pairs: np.ndarray, split: str, *, kind: str, has_several: Callable[[np.ndarray], bool]
 ) -> bool:
-    """Returns whether some of the puzzles have several solutions. If so, prints a warning.
-
-    Checks up to 1000 random puzzles, and stops after 10 s.
-
-    pairs: uint8 [n, 2, cells]. split, kind: Names for the warning. has_several: Function (input [cells]) ->
-    whether this puzzle has several solutions.
-    """
     size = min(len(pairs), _SAMPLE)
     num_checked = num_several = 0
     started = time.monotonic()
@@ -221,11 +218,9 @@ def _have_several_solutions(
 def _keep(
     pairs: np.ndarray, count: int | None, option: str, split: str, *, seed: int, stream: int
 ) -> np.ndarray:
-    """Returns `count` random pairs, in their order. If `count` is None, returns all.
+    """Returns `count` random pairs in their order. If `count` is None, returns all pairs.
 
-    Raises ValueError if there are fewer pairs. option, split: Name of the option that sets `count`, and of
-    the split, for the message. stream: Number that stands for the purpose of the random numbers
-    (`dataset.randomness`).
+    Raises ValueError if there are fewer pairs. option, split: Names for its message.
     """
     if count is None:
         return pairs
@@ -235,10 +230,7 @@ def _keep(
 
 
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
-    """Samples `count` different integers from 0 to total - 1. Returns them in ascending order, int64.
-
-    stream: Number that stands for the purpose of the random numbers (`dataset.randomness`).
-    """
+    """Samples `count` different integers from 0 to total - 1: int64, ascending."""
     return np.sort(random_orders(random_bits(seed, stream=stream, index=0, count=total))[:count])
 
 
@@ -255,24 +247,26 @@ def make_split(
     group_sizes: np.ndarray | None = None,
     **others: Any,
 ) -> Split:
-    """Makes a split from pairs (input, label). All puzzles are in one set with the name "all".
+    """Creates a split from pairs (input, label). All puzzles are in one set, named "all".
 
-    Token 0 is padding. It is not scored. A group is a puzzle and its variants (augmented copies).
+    Token 0 is padding, and labels of 0 are not scored. A group is a puzzle and its variants (augmented
+    copies).
 
     Args:
-        pairs: Inputs and labels, uint8 [groups, 2, cells] or [groups, examples, 2, cells].
+        pairs: Inputs and labels, uint8 [groups, 2, cells]. If a puzzle has several examples, uint8 [groups,
+            examples, 2, cells].
         vocab_size: Number of different tokens.
         augmentation: Name of the family of `transforms` in `AUGMENTATIONS`, such as "sudoku".
-        transforms: Transforms that make the puzzles of each group, uint8 [groups, puzzles in a group,
-            bytes]. The first in each group changes nothing. If None, each group is one puzzle.
-        held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by
-            its original.
+        transforms: Transforms that make the puzzles of each group, uint8 [groups, puzzles in a group, bytes].
+            The first in each group changes nothing. If None, each group is one puzzle.
+        held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by its
+            original.
         materialize: Whether the split contains the tokens of the variants instead of their transforms.
         identifiers: Puzzle identifier (embedding number) of each group, [groups]. If None, all are 0.
         num_identifiers: Number of puzzle identifiers in the dataset.
-        group_sizes: Numbers of rows of `pairs` that form one group, [n]. Not supported together with
-            `transforms`. If None, each row is a group.
-        **others: More fields of the split's `Metadata`, such as `num_columns`.
+        group_sizes: Numbers of successive `pairs` that form a group, [n]. Not supported together with
+            `transforms`. If None, each entry of `pairs` is a group.
+        **others: Other fields of `Metadata`, such as `num_columns`.
     """
     pairs = pairs.reshape(len(pairs), -1, *pairs.shape[-2:])
     num_groups, num_examples, _, num_cells = pairs.shape
@@ -298,12 +292,11 @@ def make_split(
 
 
 def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
-    """Removes the augmentation of the training variants that equal a test puzzle.
+    """Replaces training variants that equal a test puzzle by their originals.
 
-    A variant is an augmented copy of a puzzle. Its transform is replaced by one that changes nothing, so the
-    variant becomes a second copy of the original. It equals a test puzzle if it has the same identifier and
-    one of its inputs is the test input. Changes `train.transforms` in place, and prints the number of changed
-    variants.
+    A variant is an augmented copy of a puzzle. It equals a test puzzle if it has the same puzzle identifier,
+    and if one of its inputs is the input of the test puzzle. Changes `train.transforms` in place, and prints
+    the number of changed variants.
     """
     held_out = set(zip(test.puzzle_identifiers.tolist(), input_keys(test.inputs), strict=True))
     is_leak = np.zeros(len(train.puzzle_identifiers), bool)

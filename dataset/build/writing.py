@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from dataset.format import (
+from dataset.files import (
     DIGESTS,
     IDENTIFIERS,
     MANIFEST,
     METADATA,
-    Split,
     array_path,
     load_metadata,
     open_dataset,
     read_builder,
 )
+from dataset.metadata import Split
 from dataset.sets import fields_of
 from runtime.reading import sha256_of
 from runtime.writing import flush, write_json
@@ -46,21 +46,23 @@ def write_dataset(
     extra_files: dict[str, Any] | None = None,
     several_solutions: Sequence[str] = (),
 ) -> None:
-    """Writes a dataset folder with its manifest, and checks the result before it replaces an existing folder.
+    """Writes a dataset folder. Checks the new dataset before it replaces an existing folder.
 
     Args:
         folder: Folder to write. If it contains a dataset of the same builder, it is replaced.
         splits: {"train": split, "test": split}.
-        identifiers: Names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
-        builder: {"name": "sudoku", "arguments": {...}} for the manifest, a JSON file. Use values that do not
-            depend on the machine, so that equal arguments give equal bytes.
+        identifiers: Names of the puzzle identifiers 0, 1, ... A puzzle identifier is the number of a puzzle
+            embedding.
+        builder: {"name": "sudoku", "arguments": {...}}, for the file manifest.json. Use values that do not
+            depend on the machine, so that equal arguments give equal files.
         digests: Hash of the ARC task of each identifier, uint64 [identifiers]. 0 if a task is unknown. If
             None, all are unknown.
-        extra_files: More files to write, as {file name: JSON value}.
-        several_solutions: Splits that have puzzles with several solutions, for the manifest.
+        extra_files: Other files to write, as {file name: JSON value}.
+        several_solutions: Names of the splits that have puzzles with several solutions, for the file
+            manifest.json.
 
     Raises:
-        ValueError: The folder may not be replaced, or the dataset is inconsistent.
+        ValueError: The folder may not be replaced, or the dataset is not valid.
         OSError: A file cannot be written, for example because the disk is full.
     """
     destination = check_output_folder(folder, builder=builder.get("name"))
@@ -82,10 +84,10 @@ def write_dataset(
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Context manager that yields an empty folder to write into. At the end, it replaces `folder` atomically.
+    """Context manager that yields an empty folder, and replaces `folder` by it at the end.
 
-    If the block raises an error, `folder` is not changed. Raises ValueError if another process is writing
-    `folder`.
+    If the `with` block raises an error, or if the process is killed in it, `folder` is not changed. Raises
+    ValueError if another process is writing `folder`.
 
     folder: Path without symbolic links, as returned by `check_output_folder`.
     """
@@ -110,14 +112,14 @@ def check_output_folder(
     maker: str = "a builder",
     key: str = "--output-dir",
 ) -> Path:
-    """Checks that a folder may be replaced, and returns it with symbolic links resolved.
+    """Checks that a folder may be replaced. Returns its path without symbolic links.
 
-    A folder may be replaced if it is missing, is empty, or contains the file `mark`. Call this function
-    before long work. Raises ValueError if the folder may not or cannot be replaced.
+    A folder may be replaced if it is missing or empty, or if it contains the file `mark`. Raises ValueError
+    if the folder may not or cannot be replaced.
 
     builder: Name of the builder that writes the folder. It must not replace a dataset of another builder. If
-    None, this is not checked. maker: Who makes folders with the file `mark`, for messages. key: Option that
-    names the folder, for messages.
+    None, this is not checked. maker: Author of folders with the file `mark`, for messages. key: Name of the
+    option that sets the folder, for messages.
     """
     destination, another = Path(os.path.realpath(folder)), f"Choose another {key}."
     if destination.is_symlink():
@@ -179,12 +181,6 @@ def _write_manifest(
 
 @contextlib.contextmanager
 def _scratch_folder(destination: Path) -> Iterator[Path]:
-    """Context manager that yields the folder `<destination>.unfinished` for temporary files.
-
-    Removes the folder at the end. A lock file in it keeps other processes out. If an earlier process was
-    killed while it replaced `destination`, first restores `destination`. Raises ValueError if another process
-    has the lock, or if a user made a folder of this name.
-    """
     scratch = destination.with_name(f"{destination.name}.unfinished")
     if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
         raise ValueError(
@@ -209,11 +205,7 @@ def _scratch_folder(destination: Path) -> Iterator[Path]:
 
 
 def _clear_up(scratch: Path, destination: Path) -> None:
-    """Removes the folders `new` and `old` from the scratch folder.
-
-    If both exist and `destination` is missing, a process was killed while it replaced `destination`. Then
-    first moves `old` back to `destination`.
-    """
+    # A process was killed while it replaced the destination: move the old folder back.
     if (scratch / "old").exists() and (scratch / "new").exists() and not destination.exists():
         (scratch / "old").rename(destination)
     for name in ("new", "old"):

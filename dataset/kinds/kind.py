@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 import dataset.kinds
-from dataset.format import IGNORE_LABEL_ID, Metadata, Split
+from dataset.metadata import IGNORE_LABEL_ID, Metadata, Split
 from dataset.sets import PuzzleSet
 from runtime.plugins import defined
 from runtime.writing import write_json

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from dataset.format import usual_metadata
 from dataset.loader import Batch
+from dataset.metadata import usual_metadata
 from distributed.collectives import all_ranks
 from distributed.flat import FlatParameters
 from models import HaltingModel, build_model

@@ -23,8 +23,9 @@ from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from dataset.build import build_dataset
 from dataset.description import read_info, read_names
-from dataset.format import Metadata, load_metadata, open_dataset
+from dataset.files import load_metadata, open_dataset
 from dataset.loader import read_rows
+from dataset.metadata import Metadata
 from dataset.show import main as show
 from evaluation.leaks import find_trained
 from report.page import write_report

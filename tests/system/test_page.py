@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from config.files import load_defaults
 from config.programs import PageConfig
 from config.schema import validate_config
-from dataset.format import open_split
+from dataset.files import open_split
 from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku
 from dataset.kinds.sudoku.rules import unit_cells

@@ -11,7 +11,7 @@ import pytest
 
 from checkpointing.files import WEIGHTS
 from checkpointing.tensors import load_joined
-from dataset.format import open_split
+from dataset.files import open_split
 from tests.own_files import write_plugins
 from tests.ranks import REPOSITORY, complete_program
 from tests.tiny import OVERRIDES, logged_rows

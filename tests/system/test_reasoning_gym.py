@@ -10,7 +10,7 @@ import pytest
 
 from dataset.build import build_dataset
 from dataset.description import Vocabulary
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from dataset.kinds.pairs.reasoning_gym import TASKS
 from dataset.kinds.sudoku.rules import are_solved
 from tests.pairs_source import grid_of

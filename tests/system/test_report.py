@@ -3,7 +3,7 @@
 import pytest
 
 from dataset.description import with_candidates
-from dataset.format import open_dataset
+from dataset.files import open_dataset
 from models.search import RESET
 from report.compare import write_comparison
 from report.page import write_report

@@ -10,11 +10,11 @@ import math
 import numpy as np
 
 from dataset.augmentations import END, PAD
-from dataset.format import Metadata, Split
 from dataset.kinds.arc.evaluator import ArcEvaluator, corner_grids
 from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE, Pair, Task, grid_tokens, parse_puzzle
 from dataset.kinds.arc.variants import IDENTITY, draw_translations, lay_out
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, crop, to_grid
+from dataset.metadata import Metadata, Split
 from dataset.sets import PuzzleSet
 
 # The colors 0 to 9 as on ARC's website, then similar colors of a terminal: text and background.

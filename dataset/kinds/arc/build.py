@@ -19,7 +19,6 @@ import numpy as np
 from dataset.augmentations import NUM_DIHEDRAL
 from dataset.build.splits import check_count
 from dataset.build.writing import write_dataset
-from dataset.format import BLANK, one_set_split
 from dataset.kinds.arc.generate import FAMILIES, LARGEST, NUM_DEMONSTRATIONS, NUM_TESTS, generate_tasks
 from dataset.kinds.arc.sources import read_tasks
 from dataset.kinds.arc.tasks import (
@@ -41,6 +40,7 @@ from dataset.kinds.arc.variants import (
     lay_out,
     variant_name,
 )
+from dataset.metadata import BLANK, one_set_split
 from dataset.sets import PuzzleSet
 from runtime.command_line import integer, recorded, refuse_options, warn
 

@@ -20,11 +20,12 @@ import numpy as np
 
 from dataset.augmentations import DIHEDRAL_INVERSES, dihedral
 from dataset.description import read_every_name
-from dataset.format import IDENTIFIERS, Metadata, open_split
+from dataset.files import IDENTIFIERS, open_split
 from dataset.kinds.arc import tasks as arc
 from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_bytes
 from dataset.kinds.arc.variants import IDENTITY, parse_variant_name
 from dataset.kinds.kind import SUBMISSION_FILE, Answers
+from dataset.metadata import Metadata
 from dataset.sets import PuzzleSet
 from runtime.reading import PointerFileError, read_json
 from runtime.writing import write_json

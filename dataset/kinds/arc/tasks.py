@@ -17,7 +17,7 @@ import numpy as np
 
 from dataset.augmentations import FIRST_SYMBOL
 from dataset.description import lay_out, size_of
-from dataset.format import BLANK
+from dataset.metadata import BLANK
 from runtime.reading import parse_json
 
 SIZE = 30  # rows and columns of the largest grid, and of the default field

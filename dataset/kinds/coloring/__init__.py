@@ -12,9 +12,9 @@ import math
 import numpy as np
 
 from dataset.augmentations import rename_by_first_use
-from dataset.format import Metadata
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style
 from dataset.many_answers import AnswerRules, ManyAnswersEvaluator, find_consistent, read_square
+from dataset.metadata import Metadata
 
 SIZES = range(3, 11)  # 10 nodes have 9842 colorings
 NO_EDGE, EDGE, OPEN = 1, 2, 3  # tokens

@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from dataset.format import Metadata
 from dataset.kinds.kind import Kind, Puzzle, RowEvaluator, Style
 from dataset.kinds.maze import rules
+from dataset.metadata import Metadata
 
 TOKEN_OF = {character: token for token, character in enumerate(rules.CHARACTERS, rules.WALL)}
 TOKEN_OF |= dict.fromkeys("+-|", rules.WALL) | {".": rules.OPEN, "E": rules.GOAL, "X": rules.PATH}

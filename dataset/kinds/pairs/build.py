@@ -24,8 +24,8 @@ from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import check_count, make_split
 from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
-from dataset.format import BLANK, SPLITS, Split
 from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
+from dataset.metadata import BLANK, SPLITS, Split
 from dataset.randomness import random_below, random_bits, random_orders
 from runtime.command_line import integer, matching, recorded, refuse_options, warn
 from runtime.reading import printable, sha256_of

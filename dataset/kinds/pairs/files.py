@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from dataset.build.sources import read_columns
 from dataset.description import characters, size_of
-from dataset.format import SPLITS, is_printable
+from dataset.metadata import SPLITS, is_printable
 from runtime.reading import (
     MissingFileError,
     PointerFileError,

@@ -9,9 +9,9 @@ import math
 
 import numpy as np
 
-from dataset.format import Metadata
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style
 from dataset.many_answers import AnswerRules, ManyAnswersEvaluator, find_consistent, read_square
+from dataset.metadata import Metadata
 
 SIZES = range(4, 11)  # 10x10 boards have 126,700 pairs of an input and an answer
 EMPTY, QUEEN = 1, 2  # tokens

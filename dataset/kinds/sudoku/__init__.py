@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import Metadata
 from dataset.kinds.kind import FAINT, Kind, Puzzle, RowEvaluator, Rules, Style
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
@@ -22,6 +21,7 @@ from dataset.kinds.sudoku.rules import (
     unit_cells,
 )
 from dataset.kinds.sudoku.texts import BOX_OF, EMPTY_CELLS, SYMBOLS, GridText, list_sizes, read_grids
+from dataset.metadata import Metadata
 
 _EMPTY, _DIGIT_1 = 1, 2  # tokens
 _MOST_SOLUTIONS = 1000  # maximum that is counted

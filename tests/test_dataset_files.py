@@ -11,7 +11,7 @@ import pytest
 
 from dataset.build import splits
 from dataset.build.writing import write_dataset
-from dataset.format import check_tokens, open_dataset, open_split
+from dataset.files import check_tokens, open_dataset, open_split
 from dataset.mixture import fingerprint
 from dataset.sets import FIELDS
 from tests.puzzle_sets import ARRAYS, IGNORED, SPLITS, VOCAB_SIZE, make_split, write
@@ -278,7 +278,7 @@ def test_bad_transforms_are_refused(tmp_path):
 
 
 def test_the_row_of_a_bad_token_is_right_in_later_chunks(folder, monkeypatch):
-    monkeypatch.setattr("dataset.format._CHUNK_ROWS", 2)
+    monkeypatch.setattr("dataset.files._CHUNK_ROWS", 2)
 
     def spoil(labels: np.ndarray) -> None:
         labels[5, 2] = VOCAB_SIZE
