@@ -113,3 +113,12 @@ def slots_of(ranks: Ranks, num_slots: int) -> range:
     share = -(-num_slots // ranks.size)
     first, end = (min(index * share, num_slots) for index in (ranks.index, ranks.index + 1))
     return range(first, end)
+
+
+def rows_of_rank(num_rows: int, index: int, size: int) -> range:
+    """Returns the numbers of the puzzle embeddings that rank `index` of `size` ranks owns.
+
+    Example: rank 1 of 4 ranks owns 1, 5, 9, ..., below num_rows. Row i of the table of embeddings is row
+    i // size on its owner.
+    """
+    return range(index, num_rows, size)

@@ -2,7 +2,7 @@
 
 After every step: average = rate * average + (1 - rate) * weight. The average starts as the initial weights.
 Their coefficient is rate^t after t steps, or 0 with bias correction (as Adam's, arXiv 1412.6980, section 3).
-Puzzle embeddings have another class (`optimizers.puzzle_table.RowAverage`).
+Puzzle embeddings have another class (`optimizers.puzzle_table_average.RowAverage`).
 
 Every rank keeps the averages of a range of the flat buffers in which it has updated weights. An update
 therefore sends nothing, and almost nothing is computed twice. Only the use of averages needs messages.

@@ -1,26 +1,25 @@
-"""The table of puzzle embeddings: update of the rows, distribution over ranks, and average (EMA).
+"""The table of puzzle embeddings: update of the rows, and distribution over ranks.
 
 A step updates only the rows that its slots use. The update is weight decay, and the sign of the gradient,
 which is summed over all ranks. A row whose gradient is 0 only decays. `Replicated`: every rank holds all
-rows. `RowsByOwner`: one rank owns each row (`rows_of_rank`), and before a step each rank fetches the rows
-that its slots read.
+rows. `RowsByOwner`: one rank owns each row (`distributed.shards.rows_of_rank`), and before a step each rank
+fetches the rows that its slots read.
 
-Invariant: before a row changes, its old value is added to the average.
+Invariant: before a row changes, its old value is added to the average (`optimizers.puzzle_table_average`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
 from distributed.collectives import AllToAllPlan, Ranks, has_group
-from distributed.shards import Shard, Tensors, shard_of_rows, slots_of
+from distributed.shards import Tensors, rows_of_rank, shard_of_rows, slots_of
 from optimizers.average import Average
+from optimizers.puzzle_table_average import RowAverage
 
 _PIECE = 2**16  # rows in one message, at most
 
@@ -65,15 +64,6 @@ def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Te
 
 def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     return (sum_with_repeats if gradients.is_cuda else sum_by_identifier)(identifiers, gradients)
-
-
-def rows_of_rank(num_rows: int, index: int, size: int) -> range:
-    """Returns the numbers of the puzzle embeddings that rank `index` of `size` ranks owns.
-
-    Example: rank 1 of 4 ranks owns 1, 5, 9, ..., below num_rows. Row i of the table of embeddings is row
-    i // size on its owner.
-    """
-    return range(index, num_rows, size)
 
 
 class PuzzleTable:
@@ -325,91 +315,6 @@ class RowsByOwner(_Table):
 
     def all_gather_owned(self, owned: Tensor) -> Tensor:
         return owned
-
-
-class RowAverage(Average):
-    """Moving average (EMA) of the puzzle embeddings. Each rank averages some rows of the table.
-
-    Most training steps do not change a row. Over n steps without a change, the difference between average and
-    row shrinks by rate^n. This class computes that in one operation, when the row is about to change or when
-    the average is read. Reading does not change the stored state, so results do not depend on when a run was
-    saved or evaluated.
-
-    rate: EMA rate, close to 1. corrects_bias: If True, the initial rows have coefficient 0 in the average.
-    """
-
-    def __init__(self, table: Replicated | RowsByOwner, *, rate: float, corrects_bias: bool):
-        self._table, self._weights, self._ranks = table, table.owned_weights(), table.ranks
-        self._rate, self._corrects_bias = rate, corrects_bias
-        self._owned = rows_of_rank(table.num_rows, self._ranks.index, self._ranks.size)
-        # Writes for rows of other ranks go to the extra row: a selection would make the host wait for a GPU.
-        num_kept = len(self._owned) + 1
-        self._rows = self._weights.new_zeros(
-            num_kept, self._weights.shape[1]
-        )  # average of row i after step _steps[i]
-        self._steps = torch.zeros(num_kept, dtype=torch.int32, device=self._weights.device)
-        self.reset_to_weights()
-
-    def reset_to_weights(self) -> None:
-        self._rows[:-1].copy_(self._weights)
-        self._steps.zero_()
-
-    @torch.no_grad()
-    def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Updates the averages of some puzzle embeddings to their values after training step `step` - 1.
-
-        Call it before step `step` (from 1) changes the embeddings. A second call for the same step changes
-        nothing.
-
-        identifiers: int64 [n], numbers of the embeddings, with repeats. Those that other ranks average are
-        ignored.
-        """
-        if not self._owned:
-            return
-        is_owned, rows = identifiers % self._ranks.size == self._ranks.index, identifiers // self._ranks.size
-        caught_up = self._caught_up(torch.where(is_owned, rows, 0), step=step - 1)
-        rows = torch.where(is_owned, rows, len(self._owned))
-        self._rows[rows] = caught_up
-        self._steps[rows] = step - 1
-
-    @contextlib.contextmanager
-    def averaged(self, *, step: int) -> Iterator[None]:
-        embedding = self._table.embedding
-        raw, averages = embedding.weights.data, self._caught_up(slice(len(self._owned)), step=step)
-        try:
-            embedding.weights.data = self._table.all_gather_owned(averages)
-            yield
-        finally:
-            embedding.weights.data = raw
-
-    def values(self, *, step: int) -> Tensors:
-        return {self._table.name: self._shard(self._caught_up(slice(len(self._owned)), step=step))}
-
-    def tensors(self) -> Tensors:
-        tensors = {"table.rows": self._rows[:-1], "table.steps": self._steps[:-1]}
-        return {name: self._shard(tensor) for name, tensor in tensors.items()}
-
-    def _shard(self, tensor: Tensor) -> Tensor | Shard:
-        """Describes a tensor with a value for each row that this rank averages as a shard for checkpoints.
-
-        The full tensor is [all rows, ...].
-        """
-        return shard_of_rows(tensor, self._owned, self._table.num_rows, self._ranks)
-
-    @torch.no_grad()
-    def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Computes the averages of some rows after training step `step`. Returns [n, ndim], stores nothing.
-
-        The rows must not have changed since their averages were stored. rows: Numbers of n rows, counted
-        among those that this rank averages.
-        """
-        since = self._steps[rows].unsqueeze(1)
-        now, remaining = self._weights[rows], self._rate ** (step - since)
-        if self._corrects_bias and step:
-            decay = math.log(self._rate)
-            remaining *= torch.expm1(since * decay) / math.expm1(step * decay)
-        caught_up = now + (self._rows[rows] - now) * remaining
-        return torch.where(since == step, self._rows[rows], caught_up)  # the exact value for 0 steps
 
 
 def build_table(
