@@ -188,7 +188,7 @@ class HaltingModel(nn.Module):
         return is_last | wants_to_halt
 
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns the state of the batch at the start of a run. Every puzzle is zeros.
+        """Returns the state of the batch at the start of a run, with empty puzzles.
 
         All puzzles have halted, so `refill` starts every batch position on a new puzzle. The tensors share no
         memory, so a checkpoint can be loaded into them. If a batch position stores several puzzles in

@@ -52,7 +52,7 @@ class Gate(nn.Module):
         return torch.where(log_D.isinf(), self.score(z), log_D)
 
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the result of a call to the mean. Returns the new state and log D.
+        """Adds the result of a call to the mean. Returns the new values.
 
         z: State before the call, [batch, positions, width]. new: Result of the call, in the same shape.
         log_D: Value of log D before the call, float32 [batch, positions].

@@ -16,14 +16,14 @@ from models.random import SlotRng
 
 
 class TRMSingleZ(TokenNetwork):
-    """The network of TRM with one state, z_H, which a slot keeps between thinking steps.
+    """The network of TRM (arXiv 2510.04871) with one hidden state z_H instead of two.
 
-    One thinking step, with the embedded puzzle e and the level L (a stack of `L_layers` transformer blocks):
+    One call of the network, with the embedded puzzle e and a stack L of `L_layers` transformer blocks:
 
         H_cycles times:
             L_cycles times:  z_H = L(z_H + e)
             once:            z_H = L(z_H)
-        logits = lm_head(z_H at the cells)
+        logits = lm_head(z_H), without the puzzle positions
         q_halt, q_continue = q_head(z_H at position 0)
 
     The shapes and the calls with gradient are the same as in `models.trm.TRM`.
