@@ -116,9 +116,11 @@ def slots_of(ranks: Ranks, num_slots: int) -> range:
 
 
 def rows_of_rank(num_rows: int, index: int, size: int) -> range:
-    """Returns the numbers of the puzzle embeddings that rank `index` of `size` ranks owns.
+    """Divides the rows of a table among ranks. Returns the row numbers of one rank.
 
-    Example: rank 1 of 4 ranks owns 1, 5, 9, ..., below num_rows. Row i of the table of embeddings is row
-    i // size on its owner.
+    Example: Of 10 rows on 4 ranks, rank 1 holds the rows 1, 5 and 9. Row i of the table is row i // size of
+    the part that the rank holds.
+
+    index: Number of the rank. size: Number of ranks.
     """
     return range(index, num_rows, size)

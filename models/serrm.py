@@ -164,11 +164,9 @@ class SERRM(Network):
         arrays = {}
         if self.arch.halt_exploration_prob and reasoning.max_steps > 1:
             uniform = sample_uniform(seed=seed, step=step, count=batch_size)
-            # Whether each slot wants to halt.
-            arrays["stops"] = uniform < self.arch.halt_exploration_prob
+            arrays["stops"] = uniform < self.arch.halt_exploration_prob  # which slots halt
         if self.arch.dropout:
-            # Random keys for dropout.
-            arrays["keys"] = sample_keys(seed=seed, step=step, batch_size=batch_size)
+            arrays["keys"] = sample_keys(seed=seed, step=step, batch_size=batch_size)  # for dropout
         return arrays
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
@@ -203,7 +201,7 @@ class SERRM(Network):
             e = torch.cat((e, added.to(self.dtype).expand(e.shape[0], -1, -1, -1)), dim=2)
         return e
 
-    # special: Vectors of symbols 0 and 1, [1, 2, ...]. ordinary: The vector of all other symbols, [1, 1, ...].
+    # special: Vectors of symbols 0 and 1, [1, 2, ...]. ordinary: That of all other symbols, [1, 1, ...].
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 

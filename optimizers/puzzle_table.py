@@ -25,10 +25,12 @@ _PIECE = 2**16  # rows in one message, at most
 
 
 def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float) -> None:
-    """Applies sign-SGD to some rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
+    """Applies sign SGD with weight decay to some rows of a table, in place.
 
-    rows: Row numbers, [n]. If one is repeated, all repeats must have the same gradient, the sum for this row.
-    The row is then updated once. gradients: [n, ndim]. lr: Learning rate. weight_decay: wd.
+        row = (1 - lr * weight_decay) * row - lr * sign(gradient)
+
+    rows: Row numbers, [n]. gradients: Their gradients, [n, ndim]. If a row number is repeated, all repeats
+    must have the same gradient. The row is then updated once.
     """
     moved = table[rows].mul_(1 - lr * weight_decay)
     table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)
@@ -37,10 +39,10 @@ def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float,
 def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Sums the gradients of each puzzle embedding. Returns (identifiers [m], sums [m, ndim]).
 
-    The returned identifiers are distinct and rising. Sums are float64 (float32 on mps), so that the sign of a
-    sum does not depend on the order.
+    The returned identifiers are distinct and in ascending order. Sums are float64 (float32 on mps), so that
+    the sign of a sum does not depend on the order.
 
-    identifiers: [n], the embedding that each gradient belongs to, with repeats. gradients: [n, ndim].
+    identifiers: Number of the embedding of each gradient, [n], with repeats. gradients: [n, ndim].
     """
     wide = torch.float32 if gradients.device.type == "mps" else torch.float64
     distinct, index = torch.unique(identifiers, return_inverse=True)
@@ -49,12 +51,12 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 
 
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums the gradients of each puzzle embedding. Returns (sorted identifiers [n], sums [n, ndim]).
+    """Sums the gradients of each puzzle embedding, but keeps repeated identifiers.
 
-    Repeated identifiers stay, and each of them has the same sum. No shape depends on values, so the host does
-    not wait for a GPU. Sums are float64.
+    Returns (sorted identifiers [n], sums [n, ndim]). Equal identifiers have the same sum. Sums are float64.
+    No shape depends on values, so the host does not wait for the GPU.
 
-    identifiers: [n], number of the embedding of each gradient. gradients: [n, ndim].
+    identifiers: Number of the embedding of each gradient, [n]. gradients: [n, ndim].
     """
     rising, order = identifiers.sort(stable=True)
     index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # index among the distinct identifiers
@@ -67,21 +69,23 @@ def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PuzzleTable:
-    """The puzzle embeddings of a run and their optimizer. One embedding is one row of a table.
+    """The puzzle embeddings of a model, and their optimizer.
 
-    This base class is for models without puzzle embeddings: its methods do nothing.
+    A puzzle embedding is a learned vector for each puzzle identifier, a row of a table. The methods of this
+    base class do nothing. It is for models without puzzle embeddings.
 
-    average: Attribute. Moving average (EMA) of the rows.
+    Attributes:
+        average: Moving average (EMA) of the embeddings.
     """
 
     average = Average()
 
     def prepare(self, identifiers: Tensor) -> None:
-        """Makes the puzzle embeddings `identifiers` available on this rank for a training step.
+        """Makes some puzzle embeddings available on this rank for a training step.
 
         All ranks call it before the step.
 
-        identifiers: int [n], the numbers of the embeddings that this rank will read, with repeats.
+        identifiers: Numbers of the embeddings that this rank will read, int [n], with repeats.
         """
 
     def reduce(self, *, step: int) -> None:
@@ -91,58 +95,62 @@ class PuzzleTable:
         """
 
     def keep_own(self, *, step: int) -> None:
-        """Stores this rank's gradients of the puzzle embeddings for `update_`, without a sum over ranks.
+        """Stores this rank's gradients of the puzzle embeddings for `update_`.
 
-        For local_steps > 1: ranks train separately, and merge their weights every few steps.
+        Call it instead of `reduce` if ranks train separately and merge their weights every few steps
+        (local_steps > 1).
 
-        step: Number of the first training step after the last merge.
+        step: Number of the first training step after the last call of `merge`.
         """
 
     def update_(self, lr: float) -> None:
         """Updates the puzzle embeddings that this training step used. Does not communicate.
 
-        Before that, adds their old values to the moving average. lr: Learning rate.
+        It first adds their old values to the moving average. lr: Learning rate.
         """
 
     def merge(self, *, step: int) -> None:
         """Makes the puzzle embeddings equal on all ranks. All ranks call it.
 
-        For local_steps > 1: ranks train separately between two calls.
+        Call it every few steps if ranks train separately (local_steps > 1).
 
         step: Number of the first training step after the last call.
         """
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Makes the puzzle embeddings with the numbers `identifiers` available on this rank.
+        """Makes some puzzle embeddings available on this rank for an evaluation.
 
-        For an evaluation. All ranks call it. identifiers: int [n].
+        All ranks call it. identifiers: Numbers of the embeddings, int [n].
         """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """If ranks divide the puzzle embeddings, overwrites them with those of rank 0. All ranks call it.
+        """Overwrites puzzle embeddings that ranks divide among them with those of rank 0.
 
-        weights: On rank 0, {name: full weight}, including all embeddings. On other ranks, {}.
+        If every rank holds all embeddings, it does nothing. All ranks call it.
+
+        weights: On rank 0, {name: full weight}, with all embeddings. On other ranks, {}.
         """
 
     def rows(self) -> Tensors:
-        """Returns {name of the weight: tensor of all rows, or shard with this rank's rows}, for checkpoints.
+        """Returns the puzzle embeddings for a checkpoint, as {name: tensor or shard}.
 
-        A row is a puzzle embedding. Returns {} if the model has none.
+        A shard describes the embeddings that this rank holds. Returns {} if the model has no embeddings.
         """
         return {}
 
 
 class _Table(PuzzleTable):
-    """Base class of `Replicated` (all rows on every rank) and `RowsByOwner` (each row on one rank).
+    """The base class of `Replicated` and `RowsByOwner`, two tables of puzzle embeddings.
 
-    Each rank owns some rows, and computes their averages. A subclass implements:
+    A row of a table is a puzzle embedding. Each rank owns some rows, and computes their moving averages. A
+    subclass implements:
+
     - `_identifiers_of(rows)`: converts row numbers on this rank to row numbers in the full table.
     - `owned_weights()`: returns a view of the rows that this rank owns.
-    - `all_gather_owned(owned)`: gets a value for each owned row, and returns the values of all rows on this
-      rank.
+    - `all_gather_owned(owned)`: gets a value for each row that this rank owns, and returns the values of all
+      rows that it holds. All ranks call it.
 
-    embedding: Embedding of the model, with weights [rows on this rank, ndim]. num_rows: Rows of the full
-    table.
+    embedding: Module with the rows on this rank, [rows, ndim]. num_rows: Number of rows of the full table.
     """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
@@ -164,7 +172,7 @@ class Replicated(_Table):
     The rows are equal on all ranks after each step. With local_steps > 1, ranks train separately, and the
     rows are equal after each `merge`.
 
-    slot_counts: For each rank, its number of slots. A slot is one position of the global batch.
+    slot_counts: Batch size of each rank.
     """
 
     def __init__(
@@ -182,12 +190,6 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Gathers the gradients of the global batch from all ranks, and sums them for each puzzle embedding.
-
-        All ranks call it. `update_` then reads the sums.
-
-        step: Number of the training step, from 1.
-        """
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
         assert len(rows) == self._slot_counts[self.ranks.index], "expected one gradient row for each slot"
@@ -203,13 +205,7 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """Makes the puzzle embeddings equal on all ranks. All ranks call it.
-
-        If ranks have changed an embedding since the last call, it becomes the mean of its values on these
-        ranks. For local_steps > 1: ranks train separately between two calls.
-
-        step: Number of the first training step after the last call.
-        """
+        # A row that some ranks have changed becomes the mean of its values on these ranks.
         weights, moved = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
         (counts,) = self.ranks.all_gather_counts(len(moved), device=weights.device)
@@ -229,15 +225,9 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, owned: Tensor) -> Tensor:
-        """Gathers a value for each puzzle embedding from all ranks: [num_rows, ...]. All ranks call it.
-
-        With `size` ranks, rank r owns the embeddings r, r + size, r + 2 size, ... Sends one broadcast for
-        each rank, because this needs little extra memory.
-
-        owned: Values of the embeddings that this rank owns, such as their averages.
-        """
         if not has_group():
             return owned
+        # One broadcast for each rank needs little extra memory.
         full = owned.new_empty(self.num_rows, *owned.shape[1:])
         for index in range(self.ranks.size):
             num_owned = len(rows_of_rank(self.num_rows, index, self.ranks.size))
@@ -249,9 +239,9 @@ class Replicated(_Table):
 
 
 class RowsByOwner(_Table):
-    """A table of puzzle embeddings with each row on one rank only, its owner.
+    """A table of puzzle embeddings with each row on only one rank, its owner.
 
-    Other ranks fetch the rows that they need from the owners, and send gradients back.
+    Other ranks get the rows that they need from the owners, and send gradients back.
     """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
@@ -266,10 +256,6 @@ class RowsByOwner(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Sends the gradients of puzzle embeddings to the ranks that own the embeddings, and sums them there.
-
-        All ranks call it. `update_` then reads the sums. step: Number of the training step, from 1.
-        """
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
         distinct, sums = sum_by_identifier(identifiers, rows)
@@ -277,16 +263,10 @@ class RowsByOwner(_Table):
         self._gradients = _sum_rows(self._plan.local_rows, self._plan.send(sums))
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Gets the puzzle embeddings with the numbers `identifiers` from their owners. All ranks call it.
-
-        The model on this rank then reads them in an evaluation. Several messages keep the extra memory small.
-
-        identifiers: int [n].
-        """
         distinct, weights = torch.unique(identifiers.long()), self.embedding.weights
         rows = weights.new_empty(len(distinct), weights.shape[1])
         (counts,) = self.ranks.all_gather_counts(len(distinct), device=weights.device)
-        for begin in range(0, max(counts), _PIECE):
+        for begin in range(0, max(counts), _PIECE):  # several messages keep the extra memory small
             piece = slice(begin, begin + _PIECE)
             rows[piece] = AllToAllPlan(distinct[piece], self.ranks).fetch(weights)
         self.embedding.read_from(distinct, rows)
@@ -320,10 +300,10 @@ class RowsByOwner(_Table):
 def build_table(
     config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
-    """Returns the puzzle table (puzzle embeddings and their optimizer) that the config selects.
+    """Creates the table of puzzle embeddings that the config selects.
 
-    embedding: Module with the embeddings. If None, the model has none, and the methods of the result do
-    nothing. num_rows: Number of embeddings on all ranks together. ranks: Group that divides the batch.
+    embedding: Module with the embeddings. If None, the methods of the result do nothing. num_rows: Number of
+    embeddings on all ranks together. ranks: Group of the ranks that divide the batch.
     """
     if embedding is None:
         return PuzzleTable()

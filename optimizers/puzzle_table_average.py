@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class RowAverage(Average):
-    """Moving average (EMA) of the puzzle embeddings. Each rank averages some rows of the table.
+    """The moving average (EMA) of the puzzle embeddings. Each rank averages some of them.
 
-    Most training steps do not change a row. Over n steps without a change, the difference between average and
-    row shrinks by rate^n. This class computes that in one operation, when the row is about to change or when
-    the average is read. Reading does not change the stored state, so results do not depend on when a run was
-    saved or evaluated.
+    A training step changes only a few embeddings. Over n steps without a change, the difference between
+    average and embedding shrinks by rate^n. This is computed in one operation, when the embedding is about to
+    change or when the average is read.
 
-    rate: EMA rate, close to 1. corrects_bias: If True, the initial rows have coefficient 0 in the average.
+    table: Table of puzzle embeddings, with one embedding in each row. rate: Factor of the old average in each
+    step, close to 1. corrects_bias: If True, the initial embeddings have no influence on the average.
     """
 
     def __init__(self, table: Replicated | RowsByOwner, *, rate: float, corrects_bias: bool):
@@ -50,14 +50,7 @@ class RowAverage(Average):
 
     @torch.no_grad()
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Updates the averages of some puzzle embeddings to their values after training step `step` - 1.
-
-        Call it before step `step` (from 1) changes the embeddings. A second call for the same step changes
-        nothing.
-
-        identifiers: int64 [n], numbers of the embeddings, with repeats. Those that other ranks average are
-        ignored.
-        """
+        # A second call for the same step changes nothing. Rows that other ranks average are ignored.
         if not self._owned:
             return
         is_owned, rows = identifiers % self._ranks.size == self._ranks.index, identifiers // self._ranks.size
@@ -84,19 +77,13 @@ class RowAverage(Average):
         return {name: self._shard(tensor) for name, tensor in tensors.items()}
 
     def _shard(self, tensor: Tensor) -> Tensor | Shard:
-        """Describes a tensor with a value for each row that this rank averages as a shard for checkpoints.
-
-        The full tensor is [all rows, ...].
-        """
         return shard_of_rows(tensor, self._owned, self._table.num_rows, self._ranks)
 
+    # The averages of some rows after training step `step`, [n, ndim]. The rows must not have changed since
+    # their averages were stored. Nothing is stored here: the state of a run must not depend on when it was
+    # saved or evaluated. rows: Row numbers among those that this rank averages.
     @torch.no_grad()
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Computes the averages of some rows after training step `step`. Returns [n, ndim], stores nothing.
-
-        The rows must not have changed since their averages were stored. rows: Numbers of n rows, counted
-        among those that this rank averages.
-        """
         since = self._steps[rows].unsqueeze(1)
         now, remaining = self._weights[rows], self._rate ** (step - since)
         if self._corrects_bias and step:
