@@ -18,12 +18,10 @@ class Block(nn.Module):
         h = rms_norm(h + self_attn(h))
         h = rms_norm(h + mlp(h))
 
-    If both `self_attn` and `conv` are passed, the first line adds the outputs of both. If only `conv` is
-    passed, it replaces the attention. If `mlp_t` is passed, both must be None. `mlp_t` then replaces the
-    attention: it is an MLP along the axis of positions. The norm after it is also along this axis (arXiv
-    2510.04871, section 4.5).
-
-    mlp: MLP that is applied to each position. eps: Added to the mean square in each RMS norm.
+    mlp: MLP that is applied to each position. eps: Added to the mean square in each norm. self_attn:
+    Attention over the positions. conv: Convolution over the grid of cells. It replaces the attention, or is
+    added to it if both are passed. mlp_t: MLP along the axis of positions, in place of both. The norm after
+    it is also along this axis (arXiv 2510.04871, section 4.5).
     """
 
     def __init__(
@@ -85,7 +83,9 @@ def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] =
 class Level(nn.Module):
     """A stack of transformer blocks that a network calls repeatedly to update a hidden state.
 
-    `level(z, injection)` applies the blocks to z + injection, and returns the new state.
+    `level(z, injection, *context)` applies the blocks to z + injection, and returns the new state in the
+    shape of z. The injection is a tensor in this shape, or 0. Every block gets the arguments in `context`,
+    such as the table of rotary positions.
 
     Attributes:
         layers: The blocks.
@@ -101,13 +101,6 @@ class Level(nn.Module):
         self.recomputes_blocks = False
 
     def forward(self, z: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
-        """Applies the blocks to z + injection, and returns the new hidden state.
-
-        Args:
-            z: Hidden state, usually [batch, positions, hidden]. The result has the same shape.
-            injection: Tensor in the shape of z, or 0.
-            context: Further positional arguments for every block, such as the table of rotary positions.
-        """
         return self.run_blocks(z + injection, *context)
 
     # A method of its own, so that models/flops.py can replace it.

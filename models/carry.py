@@ -180,10 +180,6 @@ class StepOutput(NamedTuple):
 
 
 def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
-    """Returns a prediction with only some batch positions.
-
-    slots: Batch positions, as a slice or as indices (int64 [n]).
-    """
     return type(prediction)(*(None if column is None else column[slots] for column in prediction))
 
 

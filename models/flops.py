@@ -49,11 +49,6 @@ class StepCounter:
         self._counted: dict[tuple[Reasoning, bool], Step] = {}
 
     def count(self, reasoning: Reasoning, *, trains: bool = False) -> Step:
-        """Returns the cost of one call of the model on one puzzle.
-
-        reasoning: Settings of the call, such as its number of cycles. trains: Whether to include the backward
-        pass.
-        """
         reasoning = dataclasses.replace(reasoning, progress=0.0)
         if (reasoning, trains) not in self._counted:
             self._counted[reasoning, trains] = self._count(reasoning, trains=trains)

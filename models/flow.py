@@ -62,8 +62,9 @@ class Flow(TokenNetwork):
         logits = lm_head(z_H), without the puzzle positions
         q_halt, q_continue = q_head(z_H at position 0)
 
-    z_H and z_L are hidden states, [batch, positions, hidden]. L(z, y) applies a stack of transformer blocks
-    to z + y. x is [batch, cells, vocab]. q_continue is ignored.
+    x is [batch, cells, vocab]. W_x is a learned matrix, and time_mlp a small MLP. z_H and z_L are hidden
+    states, [batch, positions, hidden]. L(z, y) applies a stack of transformer blocks to z + y. q_continue is
+    ignored.
     """
 
     is_random = True

@@ -55,10 +55,6 @@ if TYPE_CHECKING:
 
 
 def q_head_wants_to_halt(prediction: Prediction, arch: ArchConfig) -> Tensor:
-    """Returns which puzzles halt according to the network's output q_halt: bool [batch].
-
-    A puzzle halts if q_halt > 0. With arch.no_ACT_continue=false, it halts if q_halt > q_continue.
-    """
     return prediction.q_halt > (0 if arch.no_ACT_continue else prediction.q_continue)
 
 
@@ -114,8 +110,7 @@ class HaltingModel(nn.Module):
     def initial_carry(self, batch: Batch) -> Carry:
         """Returns a state of the batch in which every puzzle has halted.
 
-        `refill` then starts every batch position on a new puzzle. The returned state already has the same
-        shapes.
+        Pass it to `refill`, which then starts every batch position on a new puzzle.
 
         batch: Puzzles, one for each batch position.
         """

@@ -39,23 +39,17 @@ class Gate(nn.Module):
         self.eps = eps
 
     def score(self, z: Tensor) -> Tensor:
-        """Returns q . rms_norm(z), the logarithm of the weight of z: float32 [batch, positions]."""
-        return rms_norm(z.float(), eps=self.eps) @ self.q
+        return rms_norm(z.float(), eps=self.eps) @ self.q  # s, float32 [batch, positions]
 
+    # log D at the start of a thinking step. It is -inf for a puzzle that has just started.
     def start(self, z: Tensor, log_D: Tensor) -> Tensor:
-        """Returns log D, or its initial value for puzzles that have just started.
-
-        The initial value is `score(z)`. For a puzzle that has just started, log_D must be -inf.
-
-        z: Hidden state, [batch, positions, width]. log_D: float32 [batch, positions].
-        """
         return torch.where(log_D.isinf(), self.score(z), log_D)
 
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the result of a call to the mean. Returns the new values.
+        """Adds the result of a call to the weighted mean, and returns (state, log D).
 
         z: State before the call, [batch, positions, width]. new: Result of the call, in the same shape.
-        log_D: Value of log D before the call, float32 [batch, positions].
+        log_D: Value before the call, float32 [batch, positions].
         """
         score, faded = self.score(new), log_D + F.logsigmoid(self.beta_logit)
         weight = torch.sigmoid(score - faded).to(z.dtype)[..., None]
@@ -63,9 +57,10 @@ class Gate(nn.Module):
 
 
 class InfiLoop(TokenNetwork):
-    """The network of InfiLoop (arXiv 2610.11570): TRM with a `Gate` for each hidden state.
+    """The network of InfiLoop (arXiv 2610.11570), a variant of TRM (arXiv 2510.04871).
 
-    One call of the network, with the embedded puzzle e and a stack L of `L_layers` transformer blocks:
+    Each hidden state is a weighted mean of the results of all calls so far (`Gate`). One call of the network,
+    with the embedded puzzle e and a stack L of `L_layers` transformer blocks:
 
         H_cycles times:
             L_cycles times:  z_L, log_D_L = gate_L(z_L, L(z_L + z_H + e), log_D_L)
@@ -73,8 +68,8 @@ class InfiLoop(TokenNetwork):
         logits = lm_head(z_H), without the puzzle positions
         q_halt, q_continue = q_head(z_H at position 0)
 
-    z_H and z_L are [batch, positions, hidden]. log_D_H and log_D_L are float32 [batch, positions]. The same
-    calls as in `models.trm.TRM` have gradient.
+    The hidden states z_H and z_L are [batch, positions, hidden]. log_D_H and log_D_L are float32 [batch,
+    positions]. The same calls as in `models.trm.TRM` have gradient.
     """
 
     undecayed = ("gate_H.q", "gate_H.beta_logit", "gate_L.q", "gate_L.beta_logit")

@@ -181,7 +181,8 @@ def _is_faster_fused(q: Tensor) -> bool:
 class Dropout(NamedTuple):
     """A dropout (arXiv 1207.0580) that takes its random bits from given keys.
 
-    The zeros therefore do not depend on the number of ranks and micro-batches.
+    The zeros therefore do not depend on the number of ranks and micro-batches. A call takes a tensor [rows,
+    ...], in which each batch position has rows / batch consecutive rows.
 
     Attributes:
         keys: A random key for each batch position, int64 [batch], for example from
@@ -195,10 +196,6 @@ class Dropout(NamedTuple):
     probability: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns x with random values set to 0, and the other values scaled.
-
-        x: [rows, ...]. Each batch position has rows / batch consecutive rows.
-        """
         bits = random_bits(self.keys, x.numel() // max(len(self.keys), 1), stream=self.stream)
         mask = (bits >= round(self.probability * 2**32)).view(x.shape)
         return x * mask.to(x.dtype) * (1 / (1 - self.probability))

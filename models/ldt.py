@@ -89,7 +89,6 @@ class LDTPrediction(NamedTuple):
     conflict: Tensor
 
     def of_network(self) -> Outputs:
-        """Returns the fields keep, digit and conflict, the logits of the network."""
         return Outputs(self.keep, self.digit, self.conflict)
 
 

@@ -109,9 +109,9 @@ class Network(nn.Module):
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
         """Returns the puzzles on which the network wants to stop after a call: bool [batch].
 
-        By default, these are the puzzles with q_halt > 0. With arch.no_ACT_continue=false, they are those
-        with q_halt > q_continue. `HaltingModel.halts` also applies the smallest and the largest number of
-        calls.
+        By default, these are the puzzles with q_halt > 0, where the answer is more likely right than wrong.
+        With arch.no_ACT_continue=false, they are those with q_halt > q_continue. `HaltingModel.halts` also
+        applies the smallest and the largest number of calls.
 
         state, prediction: Results of the call. rng: Random numbers of the call. None in an evaluation without
         noise.
@@ -204,12 +204,12 @@ class TokenNetwork(Network):
         return Prediction(logits, *self.q_values(z_H))
 
     def q_values(self, z_H: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns q_halt and q_continue, each float32 [batch], for a hidden state.
+        """Returns q_halt and q_continue, the logits that decide when a puzzle halts.
 
-        The output layer `q_head` reads position 0 of z_H. With arch.conv=instead, it reads the mean over all
-        positions.
+        Both are float32 [batch]. The output layer `q_head` reads position 0 of z_H. With arch.conv=instead,
+        it reads the mean over all positions.
 
-        z_H: [batch, positions, hidden].
+        z_H: Hidden state, [batch, positions, hidden].
         """
         # With conv=instead, position 0 depends only on the cells near it.
         read = z_H.mean(dim=1) if self.arch.conv == "instead" else z_H[:, 0]
@@ -218,9 +218,10 @@ class TokenNetwork(Network):
 
 
 def build_q_head(width: int) -> Linear:
-    """Builds the output layer for q_halt and q_continue.
+    """Builds the output layer for two logits that decide when a puzzle halts.
 
-    Initially both are -5 for every hidden state, so puzzles do not halt early.
+    The logits are q_halt and q_continue. Initially both are -5 for every hidden state, so puzzles do not halt
+    early.
     """
     q_head = Linear(width, 2, bias=True)
     nn.init.zeros_(q_head.weight)

@@ -66,6 +66,8 @@ ContinueTarget = tuple[Tensor, Tensor, Tensor]
 class Objective:
     """The loss and the metrics of a model that returns logits and q_halt.
 
+    q_halt is the logit of the probability that the answer is right.
+
     Attributes:
         metrics: Metrics of an evaluation, {metric: name of the sum that divides it, or None}. `sums` returns
             the sums. Training logs those metrics for which `losses` returns a sum.
@@ -91,10 +93,11 @@ class Objective:
         self.arch, self.loss = arch, arch.loss
 
     def divisors(self, carry: Carry) -> Sums:
-        """Returns numbers that divide loss terms: {name: sum over the batch of this rank}.
+        """Returns the counts that divide loss terms: {name: count in the batch of this rank}.
 
-        In this class, the result is {}. The caller sums the numbers over ranks, and adds "slots", the batch
-        size. It calls this method before the model.
+        In this class, only the batch size divides the loss, and the result is {}. A subclass may return other
+        counts, such as a number of cells. The caller sums them over ranks, except with local_steps > 1, adds
+        the batch size as "slots", and passes them to `losses`.
 
         carry: State of the batch before the call of the model.
         """
@@ -112,14 +115,14 @@ class Objective:
     ) -> tuple[Tensor, Sums]:
         """Returns the loss and the metric sums of a micro-batch, summed over its puzzles.
 
-        The caller divides the loss by divisors["slots"]. A subclass with a loss term that is divided by
-        divisors[name] instead must multiply this term by divisors["slots"] / divisors[name].
+        The caller divides the loss by divisors["slots"], the batch size. A subclass may divide a loss term by
+        another count: it multiplies the term by divisors["slots"] / divisors[name].
 
         Args:
-            network: The network. It is called again to compute targets of q_continue.
+            network: The network. It may be called again to compute training targets.
             before: State of the batch before the call of the model, from `HaltingModel.refill`.
             output: Result of the call of the model.
-            divisors: "slots", and the result of the method `divisors`, summed over ranks.
+            divisors: "slots", and the counts from the method `divisors`.
             reasoning: Settings of the call of the model.
             rng: Random numbers of the batch positions.
 
@@ -188,11 +191,12 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> list[ContinueTarget]:
-        """Returns the training targets of q_continue, as a list of (logits, targets, mask).
+        """Returns the training targets of the network's output q_continue.
 
-        Each of the three is a tensor [batch]. The mask selects the puzzles that have a target. A target is
-        sigmoid(max(q_halt, q_continue)) after one more call of the network (arXiv 2506.21734, section 2). For
-        a puzzle that has already had max_steps calls, it is sigmoid(q_halt) (arXiv 2407.04811).
+        The result is a list of (logits, targets, mask), each [batch]. The mask selects the puzzles that have
+        a target. q_continue is the value of one more call of the network on a puzzle. Its target is
+        sigmoid(max(q_halt, q_continue)) after one more call (arXiv 2506.21734, section 2). For a puzzle that
+        has already had max_steps calls, it is sigmoid(q_halt) (arXiv 2407.04811).
 
         Returns [] if q_continue is not trained: with no_ACT_continue=true, or if max_steps is 1. The
         arguments are those of `losses`.
@@ -232,9 +236,9 @@ class Objective:
     def more_calls(self, reasoning: Reasoning) -> float:
         """Returns how many extra network calls a training step makes for its loss.
 
-        The extra calls compute targets of q_continue. With arch.q_target=exact, the number is 1. With
-        q_target=deferred, it is the estimate 1 / max_steps, because only puzzles that halt need the extra
-        call. If q_continue is not trained, it is 0.
+        The calls compute the training targets of q_continue, an output of the network. With
+        arch.q_target=exact, the number is 1. With q_target=deferred, it is the estimate 1 / max_steps,
+        because only puzzles that halt need the extra call. If q_continue is not trained, it is 0.
         """
         if self.arch.no_ACT_continue or reasoning.max_steps == 1:
             return 0

@@ -39,7 +39,7 @@ class PuzzleEmbedding(nn.Module):
         self._fetched: tuple[Tensor, Tensor] | None = None
 
     def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
-        """Passes the vectors that the next calls look up, if ranks divide the table.
+        """Sets the vectors that the next calls look up, if ranks divide the table.
 
         Until the next `read_from`, calls may only get these identifiers.
 

@@ -165,12 +165,8 @@ class _Recorder:
             self.calls.append(Call(name, output, steps, rows, **of))
 
 
+# The modules that match one of the patterns in `names`. Names that start with "z_" are states.
 def _names_of(network: Network, names: Sequence[str]) -> dict[nn.Module, str]:
-    """Returns the modules of a network that match a pattern, as {module: its name}.
-
-    names: Patterns of `fnmatch`. Those that start with "z_" are ignored, because they are names of states.
-    Raises ValueError if any other pattern matches no module, or if the network is compiled.
-    """
     if any(level.is_compiled for level in levels_of(network).values()):
         raise ValueError("cannot record a compiled model. Load it again, and do not compile it.")
     modules = {name: module for name, module in network.named_modules() if name}

@@ -45,6 +45,9 @@ class AxialBlock(nn.Module):
         h = rms_norm(h + attn_t(h))  attention over the symbols, at each position
         h = rms_norm(h + mlp(h))
 
+    `forward` takes h, the table of rotary position embeddings or None, and a random key of each batch
+    position for the dropout, int64 [batch], or None for no dropout.
+
     number: Index of this block in the network. It gives each block different zeros of the dropout.
     """
 
@@ -56,11 +59,6 @@ class AxialBlock(nn.Module):
         self.eps, self.dropout, self.number = arch.rms_norm_eps, arch.dropout, number
 
     def forward(self, h: Tensor, rotary: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Returns the new h, in the same shape.
-
-        h: [batch, symbols, positions, hidden]. rotary: Table of rotary position embeddings, or None. keys: A
-        random key of each batch position for the dropout, int64 [batch]. If None, there is no dropout.
-        """
         along_cells, along_symbols = (
             None if keys is None else Dropout(keys, 2 * self.number + axis, self.dropout) for axis in (0, 1)
         )

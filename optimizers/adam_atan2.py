@@ -56,7 +56,6 @@ def adam_atan2_(
 
 
 def atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
-    """Returns atan2(y, sqrt(x)) for each element, for x >= 0."""
     return torch.atan2(y, x.sqrt())
 
 

@@ -112,8 +112,8 @@ class CutMuon(torch.optim.Optimizer):
             change = self._change(update, self._cuts[name], lr=group["lr"], owner=index % self._ranks.size)
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
-    # Returns this rank's part of the tensor to add to a matrix. All ranks call it. update: This rank's part of
-    # the direction before the orthogonalization.
+    # Returns this rank's part of the tensor to add to a matrix. All ranks call it. update: This rank's part
+    # of the direction before the orthogonalization.
     def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
         parts = self._ranks.gather(update, destination=owner)
         if parts is None:
