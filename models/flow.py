@@ -59,7 +59,7 @@ class Flow(TokenNetwork):
         H_cycles times:
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = L(z_H, z_L)
-        logits = lm_head(z_H), without the puzzle positions
+        logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
     x is [batch, cells, vocab]. W_x is a learned matrix, and time_mlp a small MLP. z_H and z_L are hidden

@@ -116,9 +116,9 @@ class FPRM(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    r is the residual of a puzzle, and w its step size, initially 1. decay is a constant below 1 from the
-    config. A puzzle halts if r < fp_thresh or w < 0.001. All iterations have gradient. The returned state is
-    detached.
+    r is the residual of a puzzle, and w its step size, initially 1. decay, decay_patience and fp_thresh come
+    from the config. The model stops working on a puzzle if r < fp_thresh or w < 0.001. All iterations have
+    gradient. The returned state is detached.
     """
 
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")

@@ -44,11 +44,12 @@ class HRM(TokenNetwork):
         H_cycles times:
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = H(z_H, z_L)
-        logits = lm_head(z_H), without the puzzle positions
+        logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
     e is the embedded puzzle. L(z, x) and H(z, x) apply two stacks of transformer blocks, `L_level` and
-    `H_level`, to the sum z + x. By default, H_cycles and L_cycles are 2, and each stack has 4 blocks.
+    `H_level`, to the sum z + x. By default, H_cycles and L_cycles are 2, and each stack has 4 blocks. q_halt
+    and q_continue decide when the model stops working on a puzzle.
 
     e, z_H and z_L are [batch, positions, hidden] in the dtype of the activations. The first positions contain
     the puzzle embedding (by default 1 position). The cells (tokens) of the puzzle follow.

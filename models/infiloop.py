@@ -65,7 +65,7 @@ class InfiLoop(TokenNetwork):
         H_cycles times:
             L_cycles times:  z_L, log_D_L = gate_L(z_L, L(z_L + z_H + e), log_D_L)
             once:            z_H, log_D_H = gate_H(z_H, L(z_H + z_L), log_D_H)
-        logits = lm_head(z_H), without the puzzle positions
+        logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
     The hidden states z_H and z_L are [batch, positions, hidden]. log_D_H and log_D_L are float32 [batch,

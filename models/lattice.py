@@ -55,7 +55,7 @@ SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
 
 class Outputs(NamedTuple):
-    """The logits of LDT for a batch of boards, after each pass through its blocks.
+    """The logits of the LDT network for boards, after each pass through its blocks.
 
     A board is a puzzle in which each cell has some candidates, the values that are still possible. The
     network passes through its blocks `loops` times.
@@ -94,7 +94,7 @@ def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = Non
 
 
 def with_target(state: State) -> State:
-    """Updates the training target of boards that have several right answers.
+    """Updates the training target of boards (puzzles with candidates) that have several answers.
 
     The target of a board becomes the union of those answers that its candidates still allow. If they allow
     none, the target does not change. Returns a new state, or `state` itself if each board has only one
@@ -207,8 +207,8 @@ def move(
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
     """Returns which candidates the next move removes: bool [batch, cells, values].
 
-    A candidate is removed if its probability of being right is below arch.kill_threshold. Cells that had only
-    one candidate at the start keep it.
+    A move is one call of the model. It removes a candidate if its probability of being right is below
+    arch.kill_threshold. Cells that had only one candidate at the start keep it.
 
     keep: Logits of these probabilities, [batch, cells, values].
     """
@@ -219,8 +219,9 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
 def leaves(state: State) -> Tensor:
     """Returns which boards are finished after a move in training: bool [batch].
 
-    A board is finished if every cell has one candidate, right or wrong. It is also finished if the model
-    predicts that it has lost the right value of a cell, and this is true.
+    A board is a puzzle with candidates for each cell, and a move is one call of the model. A board is
+    finished if every cell has one candidate, right or wrong. It is also finished if the model predicts that
+    it has lost the right value of a cell, and this is true.
 
     state: State after the move.
     """
@@ -236,7 +237,7 @@ def given_cells(state: State) -> Tensor:
 def is_lost(state: State) -> Tensor:
     """Returns which boards have a cell without any right candidate: bool [batch].
 
-    A move only removes candidates, so such a board cannot reach a right answer.
+    In training, moves only remove candidates, so such a board cannot reach a right answer.
     """
     return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
 

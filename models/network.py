@@ -39,7 +39,7 @@ class Network(nn.Module):
     Attributes:
         objective: The loss and the metrics, an instance of `objective_class`.
         undecayed: Names of the parameters without weight decay.
-        is_search: Whether an evaluation is a search (`models.search.Search`).
+        is_search: Whether the network searches for the answer in an evaluation (`models.search.Search`).
         is_random: Whether every evaluation needs random numbers.
         boards_per_slot: Number of puzzles that a batch position stores in training. Each training step works
             on one of them.
@@ -123,8 +123,8 @@ class Network(nn.Module):
     ) -> dict[str, np.ndarray]:
         """Samples random numbers of a training step on the host: {name: array [batch_size, ...]}.
 
-        The model finds its rows of the arrays in `rng.arrays`. By default, the only array is "min_steps" of
-        `sample_exploration`: how many calls each puzzle must have had before it may halt.
+        `forward` can read the numbers of its puzzles from `rng.arrays`. By default, the only array is
+        "min_steps" of `sample_exploration`: how many calls each puzzle must have had before it may halt.
 
         step: Number of the training step. batch_size: Size of the global batch.
         """
@@ -167,8 +167,8 @@ class TokenNetwork(Network):
 
             e = sqrt(hidden_size) * [puzzle embedding, token embeddings]
 
-        [ , ] concatenates along the positions. With pos_encodings=learned, a learned vector of each position
-        is added:
+        [ , ] concatenates along the positions. The puzzle embedding is a learned vector for each puzzle
+        identifier. With pos_encodings=learned, a learned vector of each position is added:
 
             e = sqrt(hidden_size) * sqrt(1/2) * ([puzzle embedding, token embeddings] + position embeddings)
 
@@ -177,7 +177,7 @@ class TokenNetwork(Network):
 
         Args:
             inputs: Tokens, int32 [batch, seq_len].
-            puzzle_identifiers: Number of the puzzle embedding of each puzzle, int32 [batch].
+            puzzle_identifiers: int32 [batch].
         """
         e = self.embed_tokens(inputs)
         if self.puzzle_emb is not None:

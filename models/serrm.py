@@ -72,15 +72,16 @@ class AxialBlock(nn.Module):
 class SERRM(Network):
     """The network of SE-RRM (arXiv 2603.02193), with a hidden vector for each symbol and cell.
 
-    One call of the network, with the embedded puzzle e and a stack L of `AxialBlock` modules:
+    A symbol is a token that a cell may contain. One call of the network, with the embedded puzzle e and a
+    stack L of `AxialBlock` modules:
 
         H_cycles x L_cycles times:  z_H = L(z_H + e)
         logits = lm_head(z_H at the cells)
         q_halt = minimum over the cells of log(p / (1 - p)), with the probability p of the most likely symbol
 
     The hidden state z_H and e are [batch, symbols, positions, hidden] in the dtype of the activations. The
-    positions are the cells (tokens), then `add_tokens` learned positions. By default, H_cycles is 3, L_cycles
-    is 6, and the stack has 2 blocks.
+    positions are the cells, then `add_tokens` learned positions. By default, H_cycles is 3, L_cycles is 6,
+    and the stack has 2 blocks.
 
     All calls of L in the last `gradient_cycles` H cycles have gradient, by default in the last one. If
     gradient_cycles is 0, only the last call has gradient. q_halt and the returned state are detached.

@@ -44,15 +44,15 @@ class TRM(TokenNetwork):
         H_cycles times:
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = L(z_H, z_L)
-        logits = lm_head(z_H), without the puzzle positions
+        logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
     e is the embedded puzzle. L(z, x) applies a stack of `L_layers` transformer blocks to the sum z + x. By
-    default, H_cycles is 3, L_cycles is 6, and the stack has 2 blocks. q_continue has no effect by default.
+    default, H_cycles is 3, L_cycles is 6, and the stack has 2 blocks. q_halt decides when the model stops
+    working on a puzzle. q_continue has no effect by default. The paper calls z_H y, and z_L z.
 
     e, z_H and z_L are [batch, positions, hidden] in the dtype of the activations. The first positions contain
-    the puzzle embedding (by default 16 positions). The cells (tokens) of the puzzle follow. The paper calls
-    z_H y, and z_L z.
+    the puzzle embedding (by default 16 positions). The cells (tokens) of the puzzle follow.
 
     All calls of L in the last `gradient_cycles` H cycles have gradient (by default in the last one). If
     gradient_cycles is 0, only the last call for each state has gradient, as in HRM. The embeddings and the

@@ -23,10 +23,11 @@ class TRMSingleZ(TokenNetwork):
         H_cycles times:
             L_cycles times:  z_H = L(z_H + e)
             once:            z_H = L(z_H)
-        logits = lm_head(z_H), without the puzzle positions
+        logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    The shapes and the calls with gradient are the same as in `models.trm.TRM`.
+    q_halt decides when the model stops working on a puzzle. The shapes and the calls with gradient are the
+    same as in `models.trm.TRM`.
     """
 
     def __init__(self, arch: TRMSingleZConfig, metadata: Metadata):

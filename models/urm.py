@@ -44,12 +44,14 @@ class URM(TokenNetwork):
     One call of the network, with the embedded puzzle e and a stack L of `L_layers` transformer blocks:
 
         H_cycles x L_cycles times:  z_H = L(z_H + e)
-        logits = lm_head(z_H), without the puzzle positions
+        logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    By default, H_cycles is 2, L_cycles is 6, and the stack has 4 blocks. e and z_H are [batch, positions,
-    hidden] in the dtype of the activations. The first positions contain the puzzle embedding (by default 1
-    position). The cells (tokens) of the puzzle follow.
+    By default, H_cycles is 2, L_cycles is 6, and the stack has 4 blocks. q_halt and q_continue decide when
+    the model stops working on a puzzle.
+
+    e and z_H are [batch, positions, hidden] in the dtype of the activations. The first positions contain the
+    puzzle embedding (by default 1 position). The cells (tokens) of the puzzle follow.
 
     All calls of L in the last `gradient_cycles` H cycles have gradient (by default in the last one). If
     gradient_cycles is 0, only the last call has gradient. The returned state is detached.
