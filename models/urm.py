@@ -47,8 +47,8 @@ class URM(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    By default, H_cycles is 2, L_cycles is 6, and the stack has 4 blocks. q_halt and q_continue decide when
-    the model stops working on a puzzle.
+    By default, H_cycles is 2, L_cycles is 6, and the stack has 4 blocks. q_halt decides when the model stops
+    working on a puzzle. q_continue has no effect by default.
 
     e and z_H are [batch, positions, hidden] in the dtype of the activations. The first positions contain the
     puzzle embedding (by default 1 position). The cells (tokens) of the puzzle follow.
