@@ -141,10 +141,13 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Stores new values of the puzzles that `boards(picked)` returned, in place. Returns this carry.
+        """Overwrites one puzzle in each batch position, in place. Returns this carry.
 
-        picked: As in `boards`. If None, this carry does not change, and `boards` is returned. boards: The new
-        values.
+        It is the inverse of `boards`, for batch positions that store several puzzles.
+
+        picked: Index of the puzzle in each batch position, int64 [batch]. If None, each batch position stores
+        only one puzzle. Then `boards` is returned, and this carry does not change. boards: The new puzzles,
+        one for each batch position.
         """
         if picked is None:
             return boards

@@ -108,7 +108,7 @@ class HaltingModel(nn.Module):
         return dataclasses.replace(reasoning, **arch.eval_changes)  # other cycles in evaluation (FPRM)
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """Returns a state of the batch in which every puzzle has halted.
+        """Returns a state of the batch in which every puzzle is marked as finished.
 
         Pass it to `refill`, which then starts every batch position on a new puzzle.
 
@@ -121,18 +121,19 @@ class HaltingModel(nn.Module):
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
-        """Replaces puzzles that have halted by new ones: puzzle i by puzzle i of `batch`.
+        """Replaces finished puzzles by new ones: puzzle i of the batch by puzzle i of `batch`.
 
         The other puzzles stay, with their state, and their positions in `batch` are not used.
 
         Args:
-            carry: State of the batch after a call of the model. It does not change.
+            carry: State of the batch after a call of the model. It does not change. Its field `halted` is
+                True for finished puzzles.
             batch: New puzzles, one for each batch position.
             reasoning: Settings of calls of the model. Its init_noise makes the initial states random.
             rng: Random numbers of the batch positions. If None, the initial states are not random.
 
         Returns:
-            The new state of the batch. No puzzle in it has halted.
+            The new state of the batch. No puzzle in it is finished.
         """
         halted = carry.halted
         puzzles = zip(batch._replace(answers=None), carry.data, strict=True)
@@ -143,7 +144,7 @@ class HaltingModel(nn.Module):
         return Carry(state, torch.where(halted, 0, carry.steps), torch.zeros_like(halted), data)
 
     def forward(self, carry: Carry, reasoning: Reasoning, rng: SlotRng | None = None) -> StepOutput:
-        """Calls the network once on every puzzle, and decides which puzzles halt.
+        """Calls the network once on every puzzle, and decides which are finished (halt).
 
         Args:
             carry: State of the batch: the result of `refill`, or in evaluation also of the previous call.
@@ -151,8 +152,8 @@ class HaltingModel(nn.Module):
             rng: Random numbers of the batch positions, needed for noise, dropout and exploration.
 
         Returns:
-            The new state of the batch and the prediction. The field `halted` of the state is True for puzzles
-                that halt after this call.
+            The new state of the batch and the prediction. The field `halted` of the state is True for
+                finished puzzles.
         """
         data, state = carry.data, with_step_noise(carry.state, reasoning, rng)
         state, prediction = self.network(
@@ -166,7 +167,7 @@ class HaltingModel(nn.Module):
     def halts(
         self, carry: Carry, prediction: Prediction, reasoning: Reasoning, rng: SlotRng | None
     ) -> Tensor:
-        """Returns which puzzles halt after a call of the network: bool [batch].
+        """Returns which puzzles are finished (halt) after a call of the network: bool [batch].
 
         The table in the docstring of this file lists the rules.
 
@@ -185,9 +186,9 @@ class HaltingModel(nn.Module):
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
         """Returns the state of the batch at the start of a run, with empty puzzles.
 
-        All puzzles have halted, so `refill` starts every batch position on a new puzzle. The tensors share no
-        memory, so a checkpoint can be loaded into them. If a batch position stores several puzzles in
-        training (LDT), the tensors are [num_slots, puzzles, ...].
+        All puzzles are marked as finished, so `refill` starts every batch position on a new puzzle. The
+        tensors share no memory, so a checkpoint can be loaded into them. If a batch position stores several
+        puzzles in training (LDT), the tensors are [num_slots, puzzles, ...].
 
         num_slots: Batch size on this rank. seq_len: Number of cells (tokens) of a puzzle.
         """

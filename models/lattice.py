@@ -78,11 +78,11 @@ class Outputs(NamedTuple):
 def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = None) -> State:
     """Returns the initial state of boards (puzzles with candidates for each cell).
 
-    The docstring of this file lists the tensors of the state.
+    Candidates are the possible values of a cell. The docstring of this file lists the tensors of the state.
 
-    entered: Candidates of each cell at the start, uint8 [batch, cells, values]. solution: One-hot solution,
-    in the same shape. answers: All right answers of each puzzle as indices of values, int16 [batch, answers,
-    cells], or -1 in unused entries. If they are passed, `solution` has no effect.
+    entered: Candidates at the start, uint8 [batch, cells, values]. solution: One-hot solution, in the same
+    shape. answers: All right answers of each puzzle as indices of values, int16 [batch, answers, cells], or
+    -1 in unused entries. If they are passed, `solution` has no effect.
     """
     target = solution * _contains(entered, solution)[:, None, None]  # all 0 on a board with a wrong hint
     outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
@@ -94,11 +94,11 @@ def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = Non
 
 
 def with_target(state: State) -> State:
-    """Updates the training target of boards (puzzles with candidates) that have several answers.
+    """Updates the training target of puzzles that have several right answers.
 
-    The target of a board becomes the union of those answers that its candidates still allow. If they allow
-    none, the target does not change. Returns a new state, or `state` itself if each board has only one
-    answer.
+    The target becomes the union of those answers that are still possible: each cell has the value of the
+    answer among its candidates. If no answer is possible, the target does not change. Returns a new state, or
+    `state` itself if each puzzle has only one answer.
     """
     if "answers" not in state:
         return state
@@ -117,10 +117,10 @@ def _fits(state: State) -> Tensor:  # which answers fit the board, bool [batch, 
 
 
 def with_hints(entered: Tensor, solution: Tensor, arch: LDTConfig, rng: SlotRng) -> Tensor:
-    """Adds random hints to puzzles in training: some cells get only one candidate.
+    """Adds random hints to puzzles in training: some cells get only one possible value.
 
-    Returns the new candidates. Only open cells, those with several candidates, get hints. Each puzzle has one
-    of three kinds of hints:
+    Returns the new candidates (possible values). Only open cells, those with several candidates, get hints.
+    Each puzzle has one of three kinds of hints:
 
     - with probability arch.hint_prob: right hints in 0 to 100 % of its open cells
     - with probability arch.wrong_hint_prob: hints in 10 to 100 % of its open cells. 1 to 30 % of these hints
@@ -157,13 +157,13 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Makes one move on each board: removes unlikely candidates, and may guess a value.
+    """Removes unlikely candidates (possible values) from cells, and may guess a value.
 
-    Returns the new state. The docstring of this file describes the three parts of a move.
+    Returns the new state. The docstring of this file describes the three parts of such a move.
 
-    state: Boards, with the candidates of their cells. last: Logits from `Outputs.last`. arch, reasoning:
-    Thresholds and rules for guesses. in_search: True in an evaluation. The caller then resets contradictory
-    boards.
+    state: Puzzles, with the candidates of their cells. last: Logits from `Outputs.last`. arch, reasoning:
+    Thresholds and rules for guesses. in_search: True in an evaluation. The caller then restores the initial
+    candidates of puzzles that cannot be solved.
     """
     state = with_target(state)
     # 1. Remove candidates.
@@ -205,10 +205,10 @@ def move(
 
 
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
-    """Returns which candidates the next move removes: bool [batch, cells, values].
+    """Returns which candidates `move` removes: bool [batch, cells, values].
 
-    A move is one call of the model. It removes a candidate if its probability of being right is below
-    arch.kill_threshold. Cells that had only one candidate at the start keep it.
+    Candidates are the values that are still possible in a cell. A candidate is removed if its probability of
+    being right is below arch.kill_threshold. Cells that had only one candidate at the start keep it.
 
     keep: Logits of these probabilities, [batch, cells, values].
     """
@@ -217,11 +217,10 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
 
 
 def leaves(state: State) -> Tensor:
-    """Returns which boards are finished after a move in training: bool [batch].
+    """Returns which puzzles are finished after `move` in training: bool [batch].
 
-    A board is a puzzle with candidates for each cell, and a move is one call of the model. A board is
-    finished if every cell has one candidate, right or wrong. It is also finished if the model predicts that
-    it has lost the right value of a cell, and this is true.
+    A puzzle is finished if every cell has one candidate (possible value), right or wrong. It is also finished
+    if the model predicts that a cell has lost its right value, and this is true.
 
     state: State after the move.
     """
@@ -230,20 +229,27 @@ def leaves(state: State) -> Tensor:
 
 
 def given_cells(state: State) -> Tensor:
-    """Returns which cells had only one candidate at the start: bool [batch, cells]."""
+    """Returns which cells had only one candidate (possible value) at the start.
+
+    The result is bool [batch, cells].
+    """
     return state["entered"].sum(-1) == 1
 
 
 def is_lost(state: State) -> Tensor:
-    """Returns which boards have a cell without any right candidate: bool [batch].
+    """Returns which puzzles have a cell without any right candidate: bool [batch].
 
-    In training, moves only remove candidates, so such a board cannot reach a right answer.
+    Candidates are the values that are still possible in a cell. In training, a call of the model only removes
+    candidates, so it cannot solve such a puzzle.
     """
     return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
 
 
 def is_right(state: State) -> Tensor:
-    """Returns which boards still allow a right answer: bool [batch]."""
+    """Returns which puzzles still have a right answer among their candidates: bool [batch].
+
+    Candidates are the values that are still possible in a cell.
+    """
     return _fits(state).any(-1) if "answers" in state else ~is_lost(state)
 
 

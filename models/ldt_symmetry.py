@@ -18,9 +18,9 @@ _HALF_TURNS = (0, 1, 4, 5)  # numbers of the symmetries that map rows to rows (`
 class BoardSymmetry(nn.Module):
     """Rotates or reflects the grids of puzzles at random, and permutes the values of cells.
 
-    A board, [cells, values], has a number for each value of each cell. Flattened, entry i of the transformed
-    board is entry sources[i] of the board. `sample` returns these indices for a batch of boards. The module
-    has no weights.
+    A board, [cells, values], has a number for each possible value of each cell. Flattened, entry i of the
+    transformed board is entry sources[i] of the board. `sample` returns these indices for a batch of boards.
+    The module has no weights.
 
     Args:
         grid: Indices of the cells, [rows, columns].
@@ -37,9 +37,9 @@ class BoardSymmetry(nn.Module):
         self.register_buffer("turned_cells", cells, persistent=False)
 
     def sample(self, rng: SlotRng) -> Tensor:
-        """Samples a symmetry for each board of a batch. Returns indices for `transform`.
+        """Samples a rotation or reflection, and a permutation of the values, for each puzzle.
 
-        The indices are int64 [batch, cells * values].
+        Returns indices for `transform`, int64 [batch, cells * values].
         """
         symmetry = rng.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(self.num_values, device=symmetry.device).expand(len(symmetry), -1)
@@ -50,14 +50,18 @@ class BoardSymmetry(nn.Module):
 
     @staticmethod
     def transform(boards: Tensor, sources: Tensor) -> Tensor:
-        """Applies the symmetries that `sample` returned to boards, [batch, cells, values]."""
+        """Rotates, reflects and permutes boards. Returns a tensor in the same shape.
+
+        boards: A number for each possible value of each cell, [batch, cells, values]. sources: Result of
+        `sample`.
+        """
         return boards.flatten(1).gather(1, sources).view(boards.shape)
 
     @staticmethod
     def transform_back(outputs: Tensor, sources: Tensor) -> Tensor:
-        """Applies the inverse of `transform` to outputs of a network.
+        """Reverses `transform` for the outputs that a network computed from the result.
 
-        outputs: Values for transformed boards, [batch, loops, cells, values]. sources: Result of `sample`.
+        outputs: [batch, loops, cells, values]. sources: Result of `sample`.
         """
         targets = sources[:, None].expand(-1, outputs.shape[1], -1)
         zeros = torch.zeros_like(targets, dtype=outputs.dtype)

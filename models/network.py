@@ -197,8 +197,10 @@ class TokenNetwork(Network):
     def answer(self, z_H: Tensor) -> Prediction:
         """Applies the output layers to a hidden state. Returns logits, q_halt and q_continue.
 
-        z_H: Hidden state after a call of the network, [batch, positions, hidden]. The logits are [batch,
-        seq_len, vocab].
+        The logits are [batch, seq_len, vocab]. q_halt and q_continue decide when the model stops working on a
+        puzzle.
+
+        z_H: Hidden state after a call of the network, [batch, positions, hidden].
         """
         logits = self.lm_head(z_H)[:, self.num_puzzle_positions :]
         return Prediction(logits, *self.q_values(z_H))

@@ -80,10 +80,10 @@ def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, 
 
 
 def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> State:
-    """Returns the state with normal noise added to z_L, as in PTRM (arXiv 2605.19943).
+    """Adds normal noise to the hidden state z_L, as in PTRM (arXiv 2605.19943).
 
-    If the state has no z_L, the noise is added to all hidden states (names that start with "z_"). Its
-    standard deviation is reasoning.step_noise. If this is 0, `state` itself is returned.
+    Returns a new state. If the state has no z_L, the noise is added to all hidden states (names that start
+    with "z_"). Its standard deviation is reasoning.step_noise. If this is 0, `state` itself is returned.
 
     rng: Random numbers, needed if any noise in `reasoning` is on.
     """
