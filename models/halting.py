@@ -121,7 +121,7 @@ class HaltingModel(nn.Module):
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
-        """Replaces finished puzzles by new ones: puzzle i of the batch by puzzle i of `batch`.
+        """Replaces finished puzzles by new ones, puzzle i by puzzle i of `batch`.
 
         The other puzzles stay, with their state, and their positions in `batch` are not used.
 

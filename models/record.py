@@ -22,11 +22,9 @@ class Call(NamedTuple):
     Attributes:
         name: Name of the module in the network, such as "L_level.layers.0.mlp", or of the state, such as
             "z_H".
-        output: Copy of the output of the module, or of the state, [batch, positions, hidden]. The state
-            includes damping and noise.
+        output: Copy of the output of the module, or of the state, [batch, positions, hidden].
         steps: Number of the call of the network on each puzzle, from 1, int32 [batch].
-        rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding. If each puzzle has
-            several samples, index * samples + sample. 0 for the puzzle of `solve`.
+        rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding.
         cycle: Number of the H cycle (outer loop) in the call of the network, from 1. 1 if the model has no H
             cycles.
         call: Number of the call of a stack of blocks in the cycle, from 1. All stacks are counted together.
@@ -35,9 +33,9 @@ class Call(NamedTuple):
     """
 
     name: str
-    output: Any
+    output: Any  # a state includes damping and noise
     steps: Tensor
-    rows: Tensor
+    rows: Tensor  # with several samples, index * samples + sample. 0 for the puzzle of `solve`
     cycle: int
     call: int
     network: Network

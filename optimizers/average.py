@@ -61,6 +61,8 @@ class Average:
     def values(self, *, step: int) -> Tensors:
         """Returns the averages that this rank holds, as {name of the weight: tensor or shard}.
 
+        A shard is the part of a tensor that this rank holds.
+
         step: Number of training steps done.
         """
         return {}

@@ -134,7 +134,8 @@ class PuzzleTable:
     def rows(self) -> Tensors:
         """Returns the puzzle embeddings for a checkpoint, as {name: tensor or shard}.
 
-        A shard describes the embeddings that this rank holds. Returns {} if the model has no embeddings.
+        If ranks divide the embeddings, the shard contains those of this rank. Returns {} if the model has no
+        embeddings.
         """
         return {}
 

@@ -125,8 +125,8 @@ class Weights:
     def tensors(self) -> Tensors:
         """Returns the weights for a checkpoint, as {name: tensor or shard}.
 
-        The result has all names of the model. Weights are in the dtype of the optimizer (float32). If this
-        rank does not hold a weight, its shard has 0 elements.
+        A shard is the part of a weight that this rank holds. It has 0 elements if this rank does not hold the
+        weight. The result has all names of the model. Weights are in the dtype of the optimizer (float32).
         """
         tensors = self.owned | self._absent
         for flat in self.flats:
