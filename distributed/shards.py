@@ -113,3 +113,14 @@ def slots_of(ranks: Ranks, num_slots: int) -> range:
     share = -(-num_slots // ranks.size)
     first, end = (min(index * share, num_slots) for index in (ranks.index, ranks.index + 1))
     return range(first, end)
+
+
+def rows_of_rank(num_rows: int, index: int, size: int) -> range:
+    """Divides the rows of a table among ranks. Returns the row numbers of one rank.
+
+    Example: Of 10 rows on 4 ranks, rank 1 holds the rows 1, 5 and 9. Row i of the table is row i // size of
+    the part that the rank holds.
+
+    index: Number of the rank. size: Number of ranks.
+    """
+    return range(index, num_rows, size)

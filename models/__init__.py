@@ -28,24 +28,30 @@ from runtime.plugins import plugin_of
 
 
 def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
-    """Builds the model of an architecture for a dataset, initialized from torch's global generator."""
+    """Builds a model with random initial weights.
+
+    The weights are sampled with torch's global random generator.
+
+    arch: Config of the model, such as its number of layers. metadata: Description of the dataset, such as its
+    vocabulary size.
+    """
     return HaltingModel(network_class(arch.name)(arch, metadata))
 
 
 def network_class(name: str) -> type[Network]:
-    """Returns the network class of the model with this name: `NETWORK` of models/<name>.py.
+    """Returns the network class for the name of a model, such as "trm".
 
-    If an imported plugin (a user's Python file) defines the model, returns its `NETWORK`.
+    The class is the variable `NETWORK` of the file models/<name>.py. If a plugin (a Python file of the user)
+    defines the model, it is the `NETWORK` of that file.
     """
     plugin = plugin_of("Config", architectures()[name])
     return (plugin or importlib.import_module(f"models.{name}")).NETWORK
 
 
 def recompute_blocks(model: HaltingModel) -> None:
-    """Turns on activation checkpointing (arXiv 1604.06174) for every block.
+    """Turns on activation checkpointing (arXiv 1604.06174) for every transformer block of a model.
 
-    The backward pass computes the activations of a block again, from the block's input. This needs less
-    memory and more time. The gradients do not change.
+    Training then needs less memory and more time. The gradients do not change.
     """
     for module in model.modules():
         if isinstance(module, Level):

@@ -13,17 +13,15 @@ from models.layers import Attention, Convolution, SwiGLU, rms_norm
 
 
 class Block(nn.Module):
-    """A post-norm transformer block on h, [batch, positions, hidden].
+    """A post-norm transformer block. Its input and output are [batch, positions, hidden].
 
         h = rms_norm(h + self_attn(h))
         h = rms_norm(h + mlp(h))
 
-    Two config keys change what mixes the positions:
-
-    arch.conv=instead  a convolution over the grid of cells
-    arch.conv=beside   the sum of the attention and this convolution
-    arch.mlp_t=true    a SwiGLU over the axis of positions. The norm after it is over the same axis
-                       (arXiv 2510.04871, section 4.5)
+    mlp: MLP that is applied to each position. eps: Added to the mean square in each norm. self_attn:
+    Attention over the positions. conv: Convolution over the grid of cells. It replaces the attention, or is
+    added to it if both are passed. mlp_t: MLP along the axis of positions, in place of both. The norm after
+    it is also along this axis (arXiv 2510.04871, section 4.5).
     """
 
     def __init__(
@@ -60,11 +58,15 @@ class Block(nn.Module):
 
 
 def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] = SwiGLU) -> Block:
-    """Builds one transformer block for the config section `arch` and a dataset.
+    """Builds the transformer block that the config of a model selects.
 
-    Raises ValueError if arch.conv is not "none" but the puzzles are not grids.
+    Args:
+        arch: Config of the model, with keys such as hidden_size and num_heads.
+        metadata: Description of the dataset. It contains the number of cells and, for grids, of columns.
+        mlp: Class of the MLP. It is called with the hidden size and the keyword `expansion`.
 
-    mlp: Class of the MLP.
+    Raises:
+        ValueError: arch.conv selects a convolution, but the puzzles are not grids.
     """
     width, mixing = arch.hidden_size, {}
     if arch.mlp_t:
@@ -79,14 +81,16 @@ def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] =
 
 
 class Level(nn.Module):
-    """A stack of blocks that a network calls again and again to change a state.
+    """A stack of transformer blocks that a network calls repeatedly to update a hidden state.
 
-    level(z, injection) adds the injection to the state z, and applies the blocks one after the other.
+    `level(z, injection, *context)` applies the blocks to z + injection, and returns the new state in the
+    shape of z. The injection is a tensor in this shape, or 0. Every block gets the arguments in `context`,
+    such as the table of rotary positions.
 
     Attributes:
         layers: The blocks.
-        recomputes_blocks: Whether the backward pass computes the activations of each block again.
-        is_compiled: Whether torch compiles the blocks.
+        recomputes_blocks: Whether the backward pass recomputes the activations of each block.
+        is_compiled: Whether the blocks are compiled with torch.compile.
     """
 
     is_compiled = False
@@ -97,18 +101,10 @@ class Level(nn.Module):
         self.recomputes_blocks = False
 
     def forward(self, z: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
-        """Returns the new state, in the shape of z.
-
-        z: State. injection: Tensor in the shape of z, or 0. It is added to z. context: Arguments that every
-        block gets after h, such as the rotary table.
-        """
         return self.run_blocks(z + injection, *context)
 
+    # A method of its own, so that models/flops.py can replace it.
     def run_blocks(self, h: Tensor, *context: Any) -> Tensor:
-        """Applies the blocks to h, one after the other, and returns the result.
-
-        context: Arguments that every block gets after h, such as the rotary table.
-        """
         for layer in self.layers.children():
             if self.recomputes_blocks and torch.is_grad_enabled():
                 h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)
@@ -118,20 +114,24 @@ class Level(nn.Module):
 
 
 def levels_of(network: nn.Module) -> dict[str, Level]:
-    """Returns the levels (stacks of blocks) of a network: {name of the module: level}, such as "L_level"."""
+    """Returns the `Level` modules (stacks of blocks) of a network, by module name.
+
+    Example: {"L_level": level}.
+    """
     return {name: module for name, module in network.named_modules() if isinstance(module, Level)}
 
 
 def block_weights(network: nn.Module) -> frozenset[str]:
-    """Returns the names of the weights in transformer blocks. They are used in the dtype of the network."""
+    """Returns the names of the parameters that are inside the transformer blocks of a network."""
     levels = tuple(f"{name}.layers." for name in levels_of(network))
     return frozenset(name for name, _ in network.named_parameters() if name.startswith(levels))
 
 
 def cast_blocks_(network: nn.Module) -> None:
-    """Casts the weights in transformer blocks to the dtype of the network, in place. Not for training.
+    """Casts the weights of transformer blocks to the dtype of the network, in place.
 
-    Otherwise, every call of a layer would cast them.
+    This saves time in an evaluation, because a layer otherwise casts its weights in each call. Do not call it
+    before training, which updates float32 weights.
     """
     for name in block_weights(network):
         weight = network.get_parameter(name)

@@ -26,68 +26,55 @@ State = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """The settings of thinking steps: number of steps and cycles, noise, and how a search guesses.
+    """The settings of a thinking step, which is one call of the model."""
 
-    Attributes:
-        max_steps: Number of thinking steps (calls of the model) after which a puzzle halts in any case.
-        halting: "max": No puzzle halts before max_steps. "act": Puzzles may halt before (`models.halting`).
-        H_cycles: Number of H cycles (outer loops) in a thinking step. 0 if the model has none.
-        L_cycles: Number of L cycles (inner loops) in an H cycle. 0 if the model has none.
-        loops: Number of loops in a thinking step of LDT. 0 for other models.
-        init_noise: Standard deviation of a random initial state. 0: The initial state is fixed.
-        state_noise: Standard deviation of the noise on the result of every call of a level.
-        step_noise: Standard deviation of the noise on the state before every thinking step.
-        damping: A call of a level moves the state by this fraction of the way to the result. 1: All the way.
-        progress: Fraction of the run's training steps that are done, in [0, 1]. LDT and Flow use it in
-            training.
-        sde_noise: In evaluation, how much noise a step of Flow puts back, for each unit of time (g in the
-            paper). 0: none.
-        decision_cell: Cell in which LDT guesses. "uniform": any open cell. "fewest": one with the fewest
-            candidates.
-        decision_value: Value that LDT guesses. "drawn": sampled. "best": the most likely one.
-        eval_conflict_threshold: In evaluation, LDT calls a board contradictory if its predicted probability
-            of having lost the solution is higher.
-    """
-
-    max_steps: int
+    max_steps: int  # number of thinking steps after which a puzzle halts in any case
+    # "max": No puzzle halts before max_steps. "act": Puzzles may halt before (models/halting.py).
     halting: Literal["max", "act"]
-    H_cycles: int = 0
-    L_cycles: int = 0
-    loops: int = 0
-    init_noise: float = 0.0
-    state_noise: float = 0.0
-    step_noise: float = 0.0
-    damping: float = 1.0
+    H_cycles: int = 0  # H cycles (outer loops) in a thinking step. 0 if the model has none
+    L_cycles: int = 0  # L cycles (inner loops) in an H cycle. 0 if the model has none
+    loops: int = 0  # loops in a thinking step of LDT. 0 for other models
+    # Noise and damping (models/noise.py). The three kinds of noise have these standard deviations.
+    init_noise: float = 0.0  # of a random initial state. 0: The initial state is fixed
+    state_noise: float = 0.0  # of the noise on the result of every call of a level
+    step_noise: float = 0.0  # of the noise on the state before every thinking step
+    damping: float = 1.0  # a call of a level moves the state by this fraction of the way to the result
+    # Fraction of the run's training steps that are done, in [0, 1]. LDT and Flow use it in training.
     progress: float = 0.0
+    # In evaluation, how much noise a step of Flow puts back, for each unit of time (g in the paper).
     sde_noise: float = 0.0
+    # Cell in which LDT guesses. "uniform": any open cell. "fewest": one with the fewest candidates.
     decision_cell: str = "uniform"
-    decision_value: str = "drawn"
+    decision_value: str = "drawn"  # value that LDT guesses. "drawn": sampled. "best": the most likely one
+    # In evaluation, LDT calls a board contradictory if its predicted probability of having lost the solution
+    # is higher.
     eval_conflict_threshold: float = 0.5
 
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halting: Literal["max", "act"]) -> Reasoning:
-        """Returns the settings with the values of the config section `arch`, max_steps and halting.
+        """Creates the settings from the config of a model.
 
-        Every key with the name of a field sets this field. Example: arch.H_cycles sets H_cycles. All other
-        fields have their defaults.
+        Each key of `arch` that has the name of a field sets this field. Example: arch.H_cycles sets H_cycles.
+        The other fields keep their defaults.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         keys = {key: value for key, value in arch.model_dump().items() if key in names}
         return cls(max_steps, halting, **keys)
 
     @property
-    def is_noisy(self) -> bool:
-        """Whether any of the three kinds of noise is on."""
+    def is_noisy(self) -> bool:  # noise of models/noise.py, which does not include sde_noise
         return any((self.init_noise, self.step_noise, self.state_noise))
 
 
 class Prediction(NamedTuple):
-    """The output of a thinking step. A network may use another class that has more fields.
+    """The output of one call of a network. Some networks return more fields.
 
     Attributes:
-        logits: Logits of the token in each cell, [batch, seq_len, vocab] in the forward dtype.
-        q_halt: Logit of "the answer is right", float32 [batch].
-        q_continue: Logit of the value of another thinking step, float32 [batch]. None if there is none.
+        logits: Logits of the token in each cell, [batch, seq_len, vocab] in the dtype of the activations.
+        q_halt: Logit of the probability that the answer is right, float32 [batch].
+        q_continue: Logit of the value of one more call of the network, float32 [batch]. With
+            arch.no_ACT_continue=false, a puzzle halts if q_halt > q_continue. None if the network has no such
+            output.
     """
 
     logits: Tensor
@@ -96,15 +83,17 @@ class Prediction(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What the slots (positions of the batch) store between thinking steps.
+    """State of a batch of puzzles between two calls of the model.
 
-    If a slot holds several puzzles (LDT's boards_per_slot), every tensor is [batch, boards, ...].
+    Each batch position works on one puzzle until the puzzle halts, that is, until the model stops working on
+    it. Then the batch position gets the next puzzle. If a batch position stores several puzzles at once (LDT
+    with boards_per_slot > 1), every tensor is [batch, boards, ...].
 
     Attributes:
-        state: State of the network.
-        steps: Number of thinking steps that the slot has made on its puzzle, int32 [batch].
-        halted: Whether the slot has halted, bool [batch]. `HaltingModel.refill` starts it on a new puzzle.
-        data: The puzzles, with their labels, without `Batch.answers`.
+        state: Tensors of the network, such as hidden states, {name: tensor [batch, ...]}.
+        steps: How many calls of the model each puzzle has had, int32 [batch].
+        halted: Which puzzles have halted, bool [batch].
+        data: The puzzles and their labels. Its field `answers` is None.
     """
 
     state: State
@@ -113,14 +102,18 @@ class Carry(NamedTuple):
     data: Batch
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns {name: tensor [batch, ...]}, with names such as z_H, steps, halted and data.inputs."""
+        """Returns all tensors of the carry as {name: tensor [batch, ...]}.
+
+        The names are those of `state`, such as "z_H", then "steps", "halted", and those of `data`, such as
+        "data.inputs".
+        """
         fields = self.data._asdict().items()
         data = {f"data.{name}": tensor for name, tensor in fields if tensor is not None}
         return {**self.state, "steps": self.steps, "halted": self.halted, **data}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Carry:
-        """Returns the carry with these tensors. It is the inverse of the method `tensors`."""
+        """Creates a carry from the dict that `tensors` returns."""
         state = dict(tensors)
         return cls(
             steps=state.pop("steps"),
@@ -130,14 +123,17 @@ class Carry(NamedTuple):
         )
 
     def select(self, slots: slice | Tensor) -> Carry:
-        """Returns the carry of some slots (positions of the batch). slots: Slice, or indices int64 [n]."""
+        """Returns a carry with only some batch positions.
+
+        slots: Batch positions, as a slice or as indices (int64 [n]).
+        """
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
-        """Returns a copy of one of the puzzles ("boards") in each batch position: tensors [batch, ...].
+        """Returns a carry with one puzzle for each batch position, if batch positions store several.
 
-        picked: Index of the board in each batch position, int64 [batch]. If None, each has only one board,
-        and the carry itself is returned.
+        picked: Index of the puzzle in each batch position, int64 [batch]. If None, each batch position stores
+        only one puzzle, and the carry itself is returned.
         """
         if picked is None:
             return self
@@ -145,11 +141,13 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Overwrites one of the puzzles ("boards") in each batch position, in place. Returns this carry.
+        """Overwrites one puzzle in each batch position, in place. Returns this carry.
 
-        If `picked` is None, each has only one board. Then `boards` is returned, and nothing is changed.
+        It is the inverse of `boards`, for batch positions that store several puzzles.
 
-        picked: Index of the board in each batch position, int64 [batch]. boards: The new puzzles.
+        picked: Index of the puzzle in each batch position, int64 [batch]. If None, each batch position stores
+        only one puzzle. Then `boards` is returned, and this carry does not change. boards: The new puzzles,
+        one for each batch position.
         """
         if picked is None:
             return boards
@@ -160,7 +158,6 @@ class Carry(NamedTuple):
 
     @staticmethod
     def join(parts: list[Carry]) -> Carry:
-        """Returns several carries concatenated along the batch axis. A single one is not copied."""
         if len(parts) == 1:
             return parts[0]
         tensors = [part.tensors() for part in parts]
@@ -170,28 +167,28 @@ class Carry(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The result of one thinking step: the new carry and the prediction."""
+    """The result of one call of the model: new state of the batch, and prediction."""
 
     carry: Carry
     prediction: Prediction
 
     def select(self, slots: slice | Tensor) -> StepOutput:
-        """Returns the result of some slots (positions of the batch). slots: Slice, or indices int64 [n]."""
         return StepOutput(self.carry.select(slots), select_columns(self.prediction, slots))
 
     @staticmethod
     def join(parts: list[StepOutput]) -> StepOutput:
-        """Returns several results concatenated along the batch axis."""
         columns = zip(*(part.prediction for part in parts), strict=True)
         joined = (None if column[0] is None else torch.cat(column) for column in columns)
         return StepOutput(Carry.join([part.carry for part in parts]), type(parts[0].prediction)(*joined))
 
 
 def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
-    """Returns the prediction of some slots (positions of the batch). slots: Slice, or indices int64 [n]."""
     return type(prediction)(*(None if column is None else column[slots] for column in prediction))
 
 
 def where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Returns torch.where for a mask of the batch axis. mask: bool [batch]. new, old: [batch, ...]."""
+    """Selects `new` or `old` for each batch position, as torch.where does for each element.
+
+    mask: bool [batch], True for `new`. new, old: Tensors [batch, ...].
+    """
     return torch.where(mask.view(-1, *[1] * (new.ndim - 1)), new, old)

@@ -17,7 +17,9 @@ from models.blocks import Level
 _SECONDS_TO_COMPILE, _SECONDS_OF_STEP, _SAVED_SHARE = 96, 0.15, 0.15
 _STEPS_TO_PAY = {"cpu": _SECONDS_TO_COMPILE / (_SECONDS_OF_STEP * _SAVED_SHARE), "cuda": 500}
 _MOST_SECONDS = 300  # for the trial of the compiler
-# How the loader of Linux describes a library that was not written to its end.
+# How the loader of Linux describes a library that was not written to its end. torch lets the compiler write a
+# library under its final name, and loads every file that has this name. If the compiler is killed while it
+# writes, the file stays incomplete.
 _DAMAGED = re.compile(r"Error: (/.+\.so): (file too short|cannot read file data|invalid ELF header)")
 # Use the same options for everything: torch compiles its headers, in 6 s, for each set of options.
 COMPILER_OPTIONS = {
@@ -31,17 +33,17 @@ COMPILER_OPTIONS = {
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
     """Returns whether to compile the transformer blocks of a run.
 
-    choice: True, False, or "auto". With "auto", the result is True if compiling saves time for so many steps
-    on this kind of device. num_steps: Number of steps of the complete run, also those before a resume.
+    choice: True, False or "auto". With "auto", the result is True if compiling saves more time than it takes.
+    num_steps: Number of training steps of the run, including those before a resume.
     """
     return num_steps >= _STEPS_TO_PAY.get(device.type, float("inf")) if choice == "auto" else bool(choice)
 
 
 def find_compiler_failure(device: torch.device) -> str | None:
-    """Tests torch.compile: compiles a small function for `device` in another process.
+    """Checks whether torch.compile works on a device.
 
-    Returns one line about the failure, or None if it succeeds. Raises ValueError if a library in the
-    compiler's cache is damaged. If the run then continued without compilation, its numbers would differ.
+    Compiles a small function in another process. Returns None if this works. Otherwise, returns one line that
+    describes the failure. Raises ValueError if a library in the compiler's cache is damaged.
     """
     options = f"dynamic=False, options={COMPILER_OPTIONS}"
     code = f"import torch; torch.compile(lambda x: x * 2 + 1, {options})(torch.ones(8, device='{device}'))"
@@ -54,6 +56,7 @@ def find_compiler_failure(device: torch.device) -> str | None:
         return f"the compiler needs more than {_MOST_SECONDS} s for a small function"
     if not found.returncode:
         return None
+    # If the run continued without compilation, its numbers would differ from those before a resume.
     if damage := find_damaged_library(found.stderr):
         raise ValueError(damage)
     # The output of the compiler, or of Python if the compiler was not called.
@@ -64,10 +67,9 @@ def find_compiler_failure(device: torch.device) -> str | None:
 
 
 def find_damaged_library(error: str) -> str | None:
-    """Returns a message if the text `error` says that a library in the compiler's cache is damaged.
+    """Returns an error message if torch.compile failed because of a damaged file in its cache.
 
-    Otherwise returns None. torch lets the compiler write a library under its final name, and loads every file
-    that has this name. If the compiler is killed while it writes, the file stays incomplete.
+    Returns None if there was another reason. error: Error output of the process that called torch.compile.
     """
     if (found := _DAMAGED.search(error)) is None:
         return None
@@ -79,13 +81,15 @@ def find_damaged_library(error: str) -> str | None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Makes torch compile every block at its first call, in place. No name of a module or weight changes.
+    """Calls torch.compile for every transformer block of a model, in place.
 
-    Blocks with the same code share their graphs: one graph without gradient, and one for each combination of
-    inputs with gradient. Compiling levels instead would make steps 1 to 3 % shorter, but compiling would take
-    longer with more blocks. Each batch size has its own graphs. With dynamic sizes, torch would replace the
-    first graph after a second size, and a resumed run would not be bit-identical.
+    torch compiles a block when it is called for the first time. The names of modules and parameters do not
+    change.
     """
+    # Blocks with the same code share their graphs: one without gradient, and one for each combination of
+    # inputs with gradient. Compiling levels instead would make steps 1 to 3 % shorter, but compiling would
+    # take longer with more blocks. Each batch size has its own graphs. With dynamic sizes, torch would
+    # replace the first graph after a second size, and a resumed run would not be bit-identical.
     for module in model.modules():
         if isinstance(module, Level):
             module.is_compiled = True
@@ -96,9 +100,10 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, is_rare: bool = True) -> contextlib.AbstractContextManager:
-    """Returns a context manager. In its block, the compiled blocks of models run uncompiled.
+    """Returns a context manager in which compiled blocks run without compilation.
 
-    Use it for a batch size that occurs rarely, because torch would compile the blocks again for this size. If
-    `is_rare` is False, the context manager changes nothing.
+    Use it for a batch size that occurs rarely, because torch would compile the blocks again for this size.
+
+    is_rare: If False, the context manager does nothing.
     """
     return torch.compiler.set_stance("force_eager") if is_rare else contextlib.nullcontext()

@@ -19,6 +19,16 @@ Loss               As TRM. The targets are the labels, also in steps that read a
 The paper leaves the embedded puzzle out if the answer contains it, as in Sudoku: given cells of x are then
 always right. Here every puzzle is embedded, as the paper does for ARC and graph coloring, and x covers all
 cells. So the model needs no rule that says which cells are given.
+
+The state of a slot:
+
+    z_H, z_L  [batch, positions, hidden]     in the forward dtype, as in TRM
+    x         float32 [batch, cells, vocab]  in training always x0. In evaluation the point of the path
+    guess     float32 [batch, cells, vocab]  in training the prediction of the step before. In evaluation 0
+    target    int32 [batch, cells]           in training the right answer. Cells without a label have their
+                                             input. In evaluation always the input, so no label is read
+    time      float32 [batch]                in training the time of the step before. In evaluation 0
+    step      int32 [batch]                  number of steps so far
 """
 
 import math
@@ -40,29 +50,21 @@ from models.random import SlotRng
 
 
 class Flow(TokenNetwork):
-    """The network of Looped Flows.
+    """The network of Looped Flows (arXiv 2609.11801). It turns noise into an answer.
 
-    One thinking step, with the input x at time t and the level L of models/trm.py:
+    Each call of the network reads a point x on a path from noise (time t = 0) to the right answer (t = 1),
+    and predicts the answer:
 
-        e = embedded puzzle + sqrt(hidden_size) W_x x (in the cells) + time_mlp(t)
+        e = embedded puzzle + sqrt(hidden_size) W_x x (at the cells) + time_mlp(t)
         H_cycles times:
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = L(z_H, z_L)
-        logits = lm_head(z_H), without the puzzle positions
+        logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    q_continue is ignored.
-
-    The state of a slot:
-
-        z_H, z_L  [batch, positions, hidden]  in the forward dtype, as in TRM
-        x         float32 [batch, cells, vocab]  in training always x0. In evaluation the point of the path
-        guess     float32 [batch, cells, vocab]  in training the prediction of the step before. In evaluation
-                                              0
-        target    int32 [batch, cells]        in training the right answer. Cells without a label have their
-                                              input. In evaluation always the input, so no label is read
-        time      float32 [batch]             in training the time of the step before. In evaluation 0
-        step      int32 [batch]               number of steps so far
+    x is [batch, cells, vocab]. W_x is a learned matrix, and time_mlp a small MLP. z_H and z_L are hidden
+    states, [batch, positions, hidden]. L(z, y) applies a stack of transformer blocks to z + y. q_continue is
+    ignored.
     """
 
     is_random = True
@@ -88,9 +90,8 @@ class Flow(TokenNetwork):
         return state | {"x": x, "guess": x.clone(), "time": numbers, "step": numbers.int()}
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns a first state for every slot of `data`. Without `rng`, x0 is 0. See `Network.start`."""
         state = super().start(data, reasoning, rng, fresh)
-        if rng is not None:
+        if rng is not None:  # otherwise, x0 is 0
             slots = fresh.nonzero().flatten()
             noise = self.noise_std * rng[slots].normal(state["x"].shape[1:], use="flow x0")
             state["x"] = state["x"].index_copy(0, slots, noise)
@@ -137,19 +138,18 @@ class Flow(TokenNetwork):
         return state | after, prediction
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns the slots that the Q head halts in training: bool [batch]. All False in evaluation."""
+        # In evaluation, the path always has all of its steps.
         return super().wants_to_halt(state, prediction, rng) & self.training
 
     def _interpolate(self, state: State, reasoning: Reasoning, rng: SlotRng) -> tuple[Tensor, Tensor]:
-        """Returns the input x of a training step, [batch, cells, vocab], and its time t, [batch].
-
-        times=sorted        The k = `max_steps` steps have the k smallest of k + 1 uniform numbers, sorted.
-        times=random_start  The first time is uniform in [0, 1]. The others are the k - 1 smallest of k
-                            uniform numbers between the first time and 1, sorted.
-
-        Each step samples only its own time. If the time before was t', and m of the uniform numbers are
-        above t', the smallest of these m numbers is t' + (1 - t') (1 - U^(1/m)), with a uniform U.
-        """
+        # Returns the input x of a training step, [batch, cells, vocab], and its time t, [batch].
+        #
+        # times=sorted        The k = `max_steps` steps have the k smallest of k + 1 uniform numbers, sorted.
+        # times=random_start  The first time is uniform in [0, 1]. The others are the k - 1 smallest of k
+        #                     uniform numbers between the first time and 1, sorted.
+        #
+        # Each step samples only its own time. If the time before was t', and m of the uniform numbers are
+        # above t', the smallest of these m numbers is t' + (1 - t') (1 - U^(1/m)), with a uniform U.
         step, before = state["step"], state["time"]
         of_time, of_guess = rng.uniform((2,), use="flow time and guess").unbind(1)
         m = reasoning.max_steps + 1 - step
@@ -163,11 +163,8 @@ class Flow(TokenNetwork):
         return torch.lerp(state["x"], end, t[:, None, None]), t
 
     def _renoise(self, state: State, reasoning: Reasoning, rng: SlotRng) -> tuple[Tensor, Tensor]:
-        """Puts noise back into x. Returns the new x, [batch, cells, vocab], and its time u, [batch].
-
-        If x has the distribution of the interpolant at time t = step / n, the result has that at time
-        u = a t. a is 1 - sde_noise / n, but at least 0. With sde_noise=0, the result is x at time t.
-        """
+        # Returns x with more noise, [batch, cells, vocab], and its time u, [batch]. If x has the distribution
+        # of the interpolant at time t = step / n, the result has that at time u = a t.
         n = reasoning.max_steps
         a = max(1 - reasoning.sde_noise / n, 0.0)
         u = a * state["step"] / n
@@ -178,10 +175,8 @@ class Flow(TokenNetwork):
         return a * state["x"] + std[:, None, None] * noise, u
 
     def _move(self, x: Tensor, u: Tensor, guess: Tensor, step: Tensor, reasoning: Reasoning) -> Tensor:
-        """Returns x, moved on a straight line to the prediction: from time u to (step + 1) / n.
-
-        At time 1, the result is the prediction.
-        """
+        # Moves x on a straight line to the prediction: from time u to (step + 1) / n. At time 1, the result
+        # is the prediction.
         fraction = ((step + 1) / reasoning.max_steps - u) / (1 - u)
         return torch.lerp(x, guess, fraction[:, None, None])
 

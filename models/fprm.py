@@ -3,6 +3,19 @@
 A slot halts if its state hardly changes any more (`wants_to_halt`), or after the largest number of steps. The
 Q head is trained, but it does not decide about halting. Puzzle embedding and loss are the same as in
 models/trm.py, where they are explained.
+
+By default (config/arch/fprm.yaml), a thinking step has 6 calls of a level of 2 blocks in training, and 1 call
+in evaluation. `decay` in the formulas of `FPRM` is arch.stepsize_decay_train or arch.stepsize_decay_eval.
+
+The state of a slot:
+
+    z_H        [batch, positions, hidden]  y in the paper, in the forward dtype. Initially noise. With
+                                           init_noise=0, initially H_init, or 0 if fixed_init_std is 0.
+                                           The positions: puzzle embedding, then the cells
+    step_size  float32 [batch]             w, initially 1
+    residual   float32 [batch]             r of the last call
+    best       float32 [batch]             smallest r so far
+    patience   float32 [batch]             number of calls without a new minimum until w shrinks
 """
 
 from __future__ import annotations
@@ -25,12 +38,12 @@ _LEAST_STEP = 1e-3  # a slot with a smaller step size wants to halt
 
 
 class ScaledBlock(nn.Module):
-    """A pre-norm transformer block with scaled branches, on y, [batch, positions, hidden].
+    """A pre-norm transformer block that scales its residual connections.
 
         y = a y + b self_attn(rms_norm(y))
         y = a y + b mlp(rms_norm(y))
 
-    a and b, [hidden], are arguments of `forward`.
+    y is [batch, positions, hidden]. The factors a and b, [hidden], are arguments of `forward`.
     """
 
     def __init__(self, arch: FPRMConfig):
@@ -45,13 +58,17 @@ class ScaledBlock(nn.Module):
 
 
 class FixedPointLevel(Level):
-    """The level f of FPRM: f(y) = blocks(a2 conv(y) + b2 e). The blocks are `ScaledBlock`s with a1 and b1.
+    """The function f of FPRM: f(y) = blocks(a2 conv(y) + b2 e).
 
-    conv is a depthwise convolution over the cells. Its kernel has 3 x 3 cells of the grid (conv2d), or a cell
-    and the 3 cells before it (conv1d). With norm_placement=output, an RMS norm follows the blocks.
+    FPRM calls f repeatedly, until the hidden state y hardly changes. y and the embedded puzzle e are [batch,
+    positions, hidden]. The blocks are `ScaledBlock` modules with the factors a1 and b1. With
+    norm_placement=output, an RMS norm follows the blocks.
 
-    a1 and a2, [hidden] in (0, 1), are learned. b1 and b2 are computed from a1 and a2, so that the size of y
-    stays about the same.
+    conv is a depthwise convolution over the cells. With conv_type=conv2d, its kernel has 3 x 3 cells of the
+    grid. With conv_type=conv1d, its kernel has a cell and the 3 cells before it.
+
+    The factors a1 and a2, [hidden] in (0, 1), are learned. b1 and b2 are computed from them, so that the size
+    of y stays about the same.
     """
 
     def __init__(self, arch: FPRMConfig, metadata: Metadata):
@@ -87,34 +104,21 @@ class FixedPointLevel(Level):
 
 
 class FPRM(TokenNetwork):
-    """The network of FPRM. A slot keeps the state z_H (y in the paper), a step size w, and a residual r.
+    """The network of FPRM (arXiv 2606.18206): updates one hidden state until it hardly changes.
 
-    One thinking step, with the embedded puzzle e and the level f (`FixedPointLevel`, which also reads e):
+    One call of the network, with the hidden state z_H, the embedded puzzle e, and f of `FixedPointLevel`:
 
         L_cycles times:
             z = f(z_H)
             r = max over positions of (max over features of |z_H - z|) / (max over features of |z|)
             z_H = z_H + w (z - z_H)
-            w = decay * w  if r has had no new minimum for `decay_patience` calls, and r >= fp_thresh
+            w = decay * w  if r has had no new minimum for `decay_patience` iterations, and r >= fp_thresh
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    decay is arch.stepsize_decay_train or arch.stepsize_decay_eval.
-
-    By default (config/arch/fprm.yaml), a thinking step has 6 calls of a level of 2 blocks in training, and 1
-    call in evaluation. All calls of a thinking step have gradient. The new state is detached.
-
-    The state of a slot (`initial_state` makes it):
-
-        z_H        [batch, positions, hidden]  in the forward dtype. Initially noise. With init_noise=0,
-                                               initially H_init, or 0 if fixed_init_std is 0.
-                                               The positions: puzzle embedding, then the cells
-        step_size  float32 [batch]             w, initially 1
-        residual   float32 [batch]             r of the last call
-        best       float32 [batch]             smallest r so far
-        patience   float32 [batch]             number of calls without a new minimum until w shrinks
-
-    A slot wants to halt if r < fp_thresh or w < 0.001 (`wants_to_halt`), instead of q_halt > 0.
+    r is the residual of a puzzle, and w its step size, initially 1. decay, decay_patience and fp_thresh come
+    from the config. The model stops working on a puzzle if r < fp_thresh or w < 0.001. All iterations have
+    gradient. The returned state is detached.
     """
 
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")
@@ -161,10 +165,7 @@ class FPRM(TokenNetwork):
         return (state["residual"] < self.arch.fp_thresh) | (state["step_size"] < _LEAST_STEP)
 
     def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
-        """Returns the tensors step_size, patience, best and residual of the state after a call of the level.
-
-        The docstring of the class explains them. state: State before the call. y, z: Its input and result.
-        """
+        # state: State before a call of the level. y, z: Input and result of this call.
         change, size = (values.float().abs().amax(-1) for values in (y - z, z))
         residual = (change / (size + 1e-8)).amax(-1)
         full = torch.full_like(state["patience"], self.arch.decay_patience)

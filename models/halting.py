@@ -55,23 +55,20 @@ if TYPE_CHECKING:
 
 
 def q_head_wants_to_halt(prediction: Prediction, arch: ArchConfig) -> Tensor:
-    """Returns for each puzzle of the batch whether the Q head wants to halt: bool [batch].
-
-    It does if q_halt > 0. With arch.no_ACT_continue=false, it does if q_halt > q_continue.
-    """
     return prediction.q_halt > (0 if arch.no_ACT_continue else prediction.q_continue)
 
 
 def sample_exploration(
     arch: ArchConfig, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
 ) -> dict[str, np.ndarray]:
-    """Samples the exploration of a training step on the host: {"min_steps": int32 [batch_size]}.
+    """Samples how many model calls each puzzle must have had before it may halt.
 
-    A slot (position of the batch) that has made fewer than min_steps thinking steps on its puzzle does not
-    halt in this training step. A slot that does not explore has 0. Returns {} if the model never explores.
-    The number of a slot depends on batch_size.
+    Returns {"min_steps": int32 [batch_size]} for one training step. In this step, a puzzle does not halt if
+    it has had fewer calls of the model. With probability arch.halt_exploration_prob, the number is uniform
+    from 2 to reasoning.max_steps. Otherwise, it is 0. Returns {} if it would have no effect. Runs on the
+    host.
 
-    batch_size: Number of slots of the global batch. reasoning: Settings of training, for max_steps.
+    step: Number of the training step. batch_size: Size of the global batch. All numbers depend on it.
     """
     if not arch.halt_exploration_prob or reasoning.max_steps == 1:
         return {}
@@ -82,13 +79,14 @@ def sample_exploration(
 
 
 class HaltingModel(nn.Module):
-    """The model of a run: a network, and the rule by which puzzles halt.
+    """A network, and the rule that decides how often it is called on each puzzle.
 
-    A call runs one thinking step of every slot (position of the batch), and decides which slots halt.
+    Each call of the model calls the network once on a batch of puzzles, and decides which puzzles halt. A
+    puzzle that halts is finished. `refill` then replaces it by another puzzle.
 
     Attributes:
         network: The network, such as `models.trm.TRM`.
-        reasoning: Settings of thinking steps in training. `eval_reasoning` returns those of an evaluation.
+        reasoning: Settings of calls in training. `eval_reasoning` returns those of an evaluation.
     """
 
     def __init__(self, network: Network):
@@ -98,10 +96,10 @@ class HaltingModel(nn.Module):
         self.reasoning = Reasoning.of_arch(arch, max_steps=arch.halt_max_steps, halting="act")
 
     def eval_reasoning(self, halting: Literal["max", "act"]) -> Reasoning:
-        """Returns the settings of thinking steps in an evaluation, such as their largest number.
+        """Returns the settings of the model's calls in an evaluation, such as their largest number.
 
-        halting: "max": puzzles run the largest number of steps. "act": they may halt before. For a search
-        model (LDT), the result always has "act".
+        halting: If "max", every puzzle gets the largest number of calls. If "act", a puzzle may halt earlier.
+        For LDT, the result always has "act".
         """
         arch = self.network.arch
         max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
@@ -110,9 +108,11 @@ class HaltingModel(nn.Module):
         return dataclasses.replace(reasoning, **arch.eval_changes)  # other cycles in evaluation (FPRM)
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """Returns a carry (state of a batch) in which all batch positions count as halted.
+        """Returns a state of the batch in which every puzzle is marked as finished.
 
-        So `refill` then starts every position on a puzzle. There are as many positions as puzzles in `batch`.
+        Pass it to `refill`, which then starts every batch position on a new puzzle.
+
+        batch: Puzzles, one for each batch position.
         """
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         all_slots = torch.ones_like(steps, dtype=torch.bool)
@@ -121,13 +121,19 @@ class HaltingModel(nn.Module):
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
-        """Returns a carry in which halted slots start on new puzzles: slot i on puzzle i of `batch`.
+        """Replaces finished puzzles by new ones, puzzle i by puzzle i of `batch`.
 
-        The other slots keep their puzzle and state. The puzzle that `batch` has for them is not used. The
-        result has new tensors. Each slot depends only on the same slot of the arguments.
+        The other puzzles stay, with their state, and their positions in `batch` are not used.
 
-        carry: State of all slots (positions of the batch) after a thinking step.
-        reasoning: Settings of thinking steps. rng: Random numbers of the slots, needed for init_noise.
+        Args:
+            carry: State of the batch after a call of the model. It does not change. Its field `halted` is
+                True for finished puzzles.
+            batch: New puzzles, one for each batch position.
+            reasoning: Settings of calls of the model. Its init_noise makes the initial states random.
+            rng: Random numbers of the batch positions. If None, the initial states are not random.
+
+        Returns:
+            The new state of the batch. No puzzle in it is finished.
         """
         halted = carry.halted
         puzzles = zip(batch._replace(answers=None), carry.data, strict=True)
@@ -138,12 +144,16 @@ class HaltingModel(nn.Module):
         return Carry(state, torch.where(halted, 0, carry.steps), torch.zeros_like(halted), data)
 
     def forward(self, carry: Carry, reasoning: Reasoning, rng: SlotRng | None = None) -> StepOutput:
-        """Runs one thinking step of every slot (batch position). Returns the new carry and prediction.
+        """Calls the network once on every puzzle, and decides which are finished (halt).
 
-        The field `halted` of the new carry is True in slots that halt after this step.
+        Args:
+            carry: State of the batch: the result of `refill`, or in evaluation also of the previous call.
+            reasoning: Settings of this call.
+            rng: Random numbers of the batch positions, needed for noise, dropout and exploration.
 
-        carry: State of the slots, from `refill`. In evaluation, also the carry of the previous call.
-        reasoning: Settings of the step. rng: Random numbers, needed for noise, dropout and exploration.
+        Returns:
+            The new state of the batch and the prediction. The field `halted` of the state is True for
+                finished puzzles.
         """
         data, state = carry.data, with_step_noise(carry.state, reasoning, rng)
         state, prediction = self.network(
@@ -157,12 +167,12 @@ class HaltingModel(nn.Module):
     def halts(
         self, carry: Carry, prediction: Prediction, reasoning: Reasoning, rng: SlotRng | None
     ) -> Tensor:
-        """Returns which slots (positions of the batch) halt after a thinking step: bool [batch].
+        """Returns which puzzles are finished (halt) after a call of the network: bool [batch].
 
-        The table in the docstring of this file describes the rule.
+        The table in the docstring of this file lists the rules.
 
-        carry, prediction: Results of the thinking step. carry.halted is not read. rng: Random numbers of the
-        step, with the exploration.
+        carry: State of the batch after the call. Its field `halted` is not read. prediction: Output of the
+        call. rng: Random numbers of this call. In training, they contain the result of `sample_exploration`.
         """
         is_last = carry.steps >= reasoning.max_steps
         if reasoning.halting == "max":
@@ -174,12 +184,13 @@ class HaltingModel(nn.Module):
         return is_last | wants_to_halt
 
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns the carry (state of the batch) at the start of a run, with all puzzles halted.
+        """Returns the state of the batch at the start of a run, with empty puzzles.
 
-        Its puzzles are zeros. If a slot (batch position) holds several puzzles in training (LDT), a tensor is
-        [num_slots, boards, ...]. The tensors share no memory, so a checkpoint can be loaded into them.
+        All puzzles are marked as finished, so `refill` starts every batch position on a new puzzle. The
+        tensors share no memory, so a checkpoint can be loaded into them. If a batch position stores several
+        puzzles in training (LDT), the tensors are [num_slots, puzzles, ...].
 
-        num_slots: Batch size of this rank.
+        num_slots: Batch size on this rank. seq_len: Number of cells (tokens) of a puzzle.
         """
         tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
         rows = torch.zeros(num_slots, dtype=torch.int64, device=device)

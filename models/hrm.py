@@ -37,27 +37,26 @@ from models.random import SlotRng
 
 
 class HRM(TokenNetwork):
-    """The network of HRM. A slot keeps two states between thinking steps, the slow z_H and the fast z_L.
+    """The network of HRM (arXiv 2506.21734). Each puzzle has two hidden states, z_H and z_L.
 
-    One thinking step:
+    One call of the network (a thinking step):
 
         H_cycles times:
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = H(z_H, z_L)
-        logits = lm_head(z_H), without the puzzle positions
+        logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    e is the embedded puzzle. L(z, x) and H(z, x) apply a level, a stack of `L_layers` or `H_layers`
-    transformer blocks, to the sum z + x. By default, H_cycles and L_cycles are 2, and each level has 4
-    blocks.
+    e is the embedded puzzle. L(z, x) and H(z, x) apply two stacks of transformer blocks, `L_level` and
+    `H_level`, to the sum z + x. By default, H_cycles and L_cycles are 2, and each stack has 4 blocks. q_halt
+    and q_continue decide when the model stops working on a puzzle.
 
-    Shapes: e, z_H, z_L and the result of every call are [batch, positions, hidden] in the forward dtype. The
-    positions are those of the puzzle embedding (by default 1), then the cells (seq_len).
+    e, z_H and z_L are [batch, positions, hidden] in the dtype of the activations. The first positions contain
+    the puzzle embedding (by default 1 position). The cells (tokens) of the puzzle follow.
 
-    Gradient: If gradient_cycles is 0, as by default, only the last call of L and the last call of H have
-    gradient (section 2 of the paper). Otherwise all calls in the last `gradient_cycles` H cycles have
-    gradient. `embed` and the heads always have gradient. The new state is detached, so no gradient flows into
-    the previous thinking step.
+    By default, only the last call of L and the last call of H have gradient (section 2 of the paper). If
+    gradient_cycles is not 0, all calls in the last `gradient_cycles` H cycles have gradient. The embeddings
+    and the heads always have gradient. The returned states are detached.
     """
 
     def __init__(self, arch: HRMConfig, metadata: Metadata):

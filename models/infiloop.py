@@ -20,15 +20,16 @@ _FIRST_DECAY = 0.55  # initial b, the best one in the paper's experiments
 
 
 class Gate(nn.Module):
-    """InfiLoop's update of a state: a weighted mean of the results of all calls so far.
+    """Computes the weighted mean of a hidden state over all calls of a module.
 
-    A slot starts from z_0. The calls of the level return z_1, z_2, and so on. The state after call t is
+    If z_0 is the initial state and z_t the result of call t, the state after call t is N_t / D_t:
 
-        N_t / D_t  with  N_t = b N_{t-1} + exp(s_t) z_t,  N_0 = exp(s_0) z_0
-                         D_t = b D_{t-1} + exp(s_t),      D_0 = exp(s_0),     s_t = q . rms(z_t)
+        N_t = b N_{t-1} + exp(s_t) z_t,  N_0 = exp(s_0) z_0
+        D_t = b D_{t-1} + exp(s_t),      D_0 = exp(s_0)
+        s_t = q . rms_norm(z_t)
 
-    q, [width], and b in (0, 1) are learned. A slot keeps log D, float32 [batch, positions], instead of D,
-    because exp(s) may overflow. log D is -inf if the slot has just started.
+    The vector q, [width], and the number b in (0, 1) are learned. The methods use log D, float32 [batch,
+    positions], instead of D, because exp(s) may overflow.
     """
 
     def __init__(self, width: int, *, eps: float):
@@ -38,26 +39,17 @@ class Gate(nn.Module):
         self.eps = eps
 
     def score(self, z: Tensor) -> Tensor:
-        """Returns q . rms(z), the logarithm of the weight of z in the mean: float32 [batch, positions]."""
-        return rms_norm(z.float(), eps=self.eps) @ self.q
+        return rms_norm(z.float(), eps=self.eps) @ self.q  # s, float32 [batch, positions]
 
+    # log D at the start of a thinking step. It is -inf for a puzzle that has just started.
     def start(self, z: Tensor, log_D: Tensor) -> Tensor:
-        """Returns log D at the start of a thinking step, float32 [batch, positions].
-
-        D is the sum of the weights of all results so far (docstring of the class). If a puzzle has just
-        started, log_D is -inf, and becomes the score of its initial state z. Otherwise log_D stays unchanged.
-
-        z: State, [batch, positions, width]. log_D: Value after the previous thinking step.
-        """
         return torch.where(log_D.isinf(), self.score(z), log_D)
 
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the state and log D after a call of the level.
+        """Adds the result of a call to the weighted mean, and returns (state, log D).
 
-        The state is a weighted mean of z and new. D is the sum of all weights so far (docstring of the
-        class).
-
-        z: State before the call. new: Result of the call. log_D: Value before the call.
+        z: State before the call, [batch, positions, width]. new: Result of the call, in the same shape.
+        log_D: Value before the call, float32 [batch, positions].
         """
         score, faded = self.score(new), log_D + F.logsigmoid(self.beta_logit)
         weight = torch.sigmoid(score - faded).to(z.dtype)[..., None]
@@ -65,17 +57,19 @@ class Gate(nn.Module):
 
 
 class InfiLoop(TokenNetwork):
-    """The network of TRM with a gate for each state. A slot keeps z_H, z_L, log_D_H and log_D_L.
+    """The network of InfiLoop (arXiv 2610.11570), a variant of TRM (arXiv 2510.04871).
 
-    One thinking step, with the embedded puzzle e and the level L (a stack of `L_layers` transformer blocks):
+    Each hidden state is a weighted mean of the results of all calls so far (`Gate`). One call of the network,
+    with the embedded puzzle e and a stack L of `L_layers` transformer blocks:
 
         H_cycles times:
             L_cycles times:  z_L, log_D_L = gate_L(z_L, L(z_L + z_H + e), log_D_L)
             once:            z_H, log_D_H = gate_H(z_H, L(z_H + z_L), log_D_H)
+        logits = lm_head(z_H at the cells)
+        q_halt, q_continue = q_head(z_H at position 0)
 
-    gate_H and gate_L are two `Gate` modules. The logits and Q values are read from z_H, as in
-    `models.trm.TRM`. The shapes and the calls with gradient are also the same. log_D_H and log_D_L are
-    float32 [batch, positions].
+    The hidden states z_H and z_L are [batch, positions, hidden]. log_D_H and log_D_L are float32 [batch,
+    positions]. The same calls as in `models.trm.TRM` have gradient.
     """
 
     undecayed = ("gate_H.q", "gate_H.beta_logit", "gate_L.q", "gate_L.beta_logit")

@@ -55,14 +55,15 @@ SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
 
 class Outputs(NamedTuple):
-    """The outputs of the network for boards: float32 logits after each loop.
+    """The logits of the LDT network for boards, after each pass through its blocks.
+
+    A board is a puzzle in which each cell has some candidates, the values that are still possible. The
+    network passes through its blocks `loops` times.
 
     Attributes:
-        keep: For each cell and value, whether the value is right, [batch, loops, cells, values]. The sigmoid
-            is the probability.
-        digit: The value of each cell, [batch, loops, cells, values]. The softmax over the values gives the
-            probabilities.
-        conflict: Whether the board is lost, [batch, loops]. The sigmoid is the probability.
+        keep: Logit that a value is the right one in a cell, float32 [batch, loops, cells, values].
+        digit: Logits of the values of a cell, for a softmax over them, float32 [batch, loops, cells, values].
+        conflict: Logit that the right value of some cell is not a candidate, float32 [batch, loops].
     """
 
     keep: Tensor
@@ -70,15 +71,18 @@ class Outputs(NamedTuple):
     conflict: Tensor
 
     def last(self) -> Outputs:
-        """Returns the outputs of the last loop, detached, without the axis of loops."""
+        """Returns the logits after the last loop, detached, without the axis of loops."""
         return Outputs(*(logits[:, -1].detach() for logits in self))
 
 
 def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = None) -> State:
-    """Returns the state of boards that have made no move. The docstring of this file describes it.
+    """Returns the initial state of boards (puzzles with candidates for each cell).
 
-    entered: Candidates at the start. solution: The solution, one-hot. Both are uint8 [batch, cells, values].
-    answers: As in the state. If it is not None, `solution` is not used.
+    Candidates are the possible values of a cell. The docstring of this file lists the tensors of the state.
+
+    entered: Candidates at the start, uint8 [batch, cells, values]. solution: One-hot solution, in the same
+    shape. answers: All right answers of each puzzle as indices of values, int16 [batch, answers, cells], or
+    -1 in unused entries. If they are passed, `solution` has no effect.
     """
     target = solution * _contains(entered, solution)[:, None, None]  # all 0 on a board with a wrong hint
     outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
@@ -90,7 +94,12 @@ def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = Non
 
 
 def with_target(state: State) -> State:
-    """Returns the state with the target of its next move. With only one answer, it is the state itself."""
+    """Updates the training target of puzzles that have several right answers.
+
+    The target becomes the union of those answers that are still possible: each cell has the value of the
+    answer among its candidates. If no answer is possible, the target does not change. Returns a new state, or
+    `state` itself if each puzzle has only one answer.
+    """
     if "answers" not in state:
         return state
     fits = _fits(state)
@@ -100,8 +109,7 @@ def with_target(state: State) -> State:
     return state | {"target": where(fits.any(-1), union, state["target"])}
 
 
-def _fits(state: State) -> Tensor:
-    """Returns which answers fit the board: bool [batch, answers]."""
+def _fits(state: State) -> Tensor:  # which answers fit the board, bool [batch, answers]
     answers = state["answers"]
     alive = state["alive"][:, None].expand(-1, answers.shape[1], -1, -1)
     is_candidate = alive.gather(-1, answers.clamp(min=0).long()[..., None])[..., 0] == 1
@@ -109,16 +117,18 @@ def _fits(state: State) -> Tensor:
 
 
 def with_hints(entered: Tensor, solution: Tensor, arch: LDTConfig, rng: SlotRng) -> Tensor:
-    """Returns `entered` with hints: some open cells of some boards have only one candidate.
+    """Adds random hints to puzzles in training: some cells get only one possible value.
 
-    A board gets one of three kinds of hints:
+    Returns the new candidates (possible values). Only open cells, those with several candidates, get hints.
+    Each puzzle has one of three kinds of hints:
 
-    - with probability hint_prob: right hints in 0 to 100 % of its open cells
-    - with probability wrong_hint_prob: hints in 10 to 100 % of its open cells. 1 to 30 % of them are
-      wrong, at least one
+    - with probability arch.hint_prob: right hints in 0 to 100 % of its open cells
+    - with probability arch.wrong_hint_prob: hints in 10 to 100 % of its open cells. 1 to 30 % of these hints
+      are wrong, at least one
     - otherwise: none
 
-    entered, solution: uint8 [batch, cells, values].
+    entered: Candidates at the start, uint8 [batch, cells, values]. solution: One-hot solution, in the same
+    shape.
     """
     is_open = entered.sum(-1) > 1  # [batch, cells]
     num_open = is_open.sum(-1)  # [batch], as all numbers of hints
@@ -147,13 +157,13 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Makes one move of each board, the parts 1 to 3 in the docstring of this file. Returns the new state.
+    """Removes unlikely candidates (possible values) from cells, and may guess a value.
 
-    In evaluation, the caller then resets contradictory boards. With arch.true_pin_prob > 0, a fraction of the
-    guesses in training takes the value of the solution, if it is still a candidate. This fraction falls
-    linearly from true_pin_prob to 0 during the run.
+    Returns the new state. The docstring of this file describes the three parts of such a move.
 
-    last: Outputs of the last loop. in_search: Whether this is an evaluation.
+    state: Puzzles, with the candidates of their cells. last: Logits from `Outputs.last`. arch, reasoning:
+    Thresholds and rules for guesses. in_search: True in an evaluation. The caller then restores the initial
+    candidates of puzzles that cannot be solved.
     """
     state = with_target(state)
     # 1. Remove candidates.
@@ -178,6 +188,8 @@ def move(
         # With Gumbel noise, the argmax is a sample of the softmax.
         score = score - (-rng.uniform(score.shape[1:], use="value").log()).log()
     allowed = alive[boards, cell]
+    # In training, a fraction of the guesses takes the value of the solution, if it is still a candidate. This
+    # fraction falls linearly from true_pin_prob to 0 during the run.
     if arch.true_pin_prob and not in_search:
         takes_solution = rng.uniform((), use="pin") < arch.true_pin_prob * (1 - reasoning.progress)
         is_right = allowed & (state["target"][boards, cell] == 1)
@@ -193,42 +205,53 @@ def move(
 
 
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
-    """Returns which candidates a move removes: bool [batch, cells, values].
+    """Returns which candidates `move` removes: bool [batch, cells, values].
 
-    A given cell keeps its candidate. keep: Logits of the last loop, [batch, cells, values].
+    Candidates are the values that are still possible in a cell. A candidate is removed if its probability of
+    being right is below arch.kill_threshold. Cells that had only one candidate at the start keep it.
+
+    keep: Logits of these probabilities, [batch, cells, values].
     """
     is_open = ~given_cells(state)[..., None]
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & is_open
 
 
 def leaves(state: State) -> Tensor:
-    """Returns which boards leave their slot in training before halt_max_steps moves: bool [batch].
+    """Returns which puzzles are finished after `move` in training: bool [batch].
 
-    These are the solved boards, right or wrong, and the boards that are both contradictory and lost. A
-    contradictory board that is not lost stays. state: State after the move.
+    A puzzle is finished if every cell has one candidate (possible value), right or wrong. It is also finished
+    if the model predicts that a cell has lost its right value, and this is true.
+
+    state: State after the move.
     """
     outcome = state["outcome"]
     return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & is_lost(state))
 
 
 def given_cells(state: State) -> Tensor:
-    """Returns which cells are given: bool [batch, cells]."""
+    """Returns which cells had only one candidate (possible value) at the start.
+
+    The result is bool [batch, cells].
+    """
     return state["entered"].sum(-1) == 1
 
 
 def is_lost(state: State) -> Tensor:
-    """Returns which boards are lost: bool [batch]."""
+    """Returns which puzzles have a cell without any right candidate: bool [batch].
+
+    Candidates are the values that are still possible in a cell. In training, a call of the model only removes
+    candidates, so it cannot solve such a puzzle.
+    """
     return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
 
 
 def is_right(state: State) -> Tensor:
-    """Returns which boards contain an answer: bool [batch]."""
+    """Returns which puzzles still have a right answer among their candidates: bool [batch].
+
+    Candidates are the values that are still possible in a cell.
+    """
     return _fits(state).any(-1) if "answers" in state else ~is_lost(state)
 
 
-def _contains(alive: Tensor, solution: Tensor) -> Tensor:
-    """Returns which boards have the solution among their candidates: bool [batch].
-
-    solution: One-hot, in the shape of `alive`.
-    """
+def _contains(alive: Tensor, solution: Tensor) -> Tensor:  # bool [batch]. Both are [batch, cells, values]
     return ((alive & solution).sum(-1) == 1).all(-1)

@@ -23,10 +23,10 @@ _SHORT_LENGTH = 256
 
 
 def truncated_normal(*shape: int, std: float) -> Tensor:
-    """Returns a float32 tensor of the given shape with normal random numbers, without large ones.
+    """Returns a float32 tensor of normal random numbers without large values.
 
-    The normal distribution is cut at 2 of its standard deviations, and scaled so that the standard deviation
-    after the cut is `std`. So the largest numbers are 2.27 std.
+    The normal distribution is cut at 2 of its standard deviations. It is scaled so that the standard
+    deviation after the cut is `std`. The largest values are 2.27 std.
     """
     if std == 0:
         return torch.zeros(shape)
@@ -35,9 +35,11 @@ def truncated_normal(*shape: int, std: float) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A projection, x @ weight.T + bias, in the dtype of x. Without `bias`, no bias is added.
+    """A linear layer, x @ weight.T + bias. It computes in the dtype of x.
 
     The weight is initialized with standard deviation 1 / sqrt(in_features), and the bias with 0.
+
+    bias: Whether the layer adds a bias.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
@@ -50,9 +52,9 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """An embedding table with float32 rows. Calls return rows in `dtype`.
+    """An embedding table with float32 weights that returns vectors in `dtype`.
 
-    std: Standard deviation of the initial values.
+    std: Standard deviation of the initial weights.
     """
 
     def __init__(self, num_embeddings: int, size: int, *, std: float, dtype: torch.dtype):
@@ -65,25 +67,32 @@ class Embedding(nn.Module):
 
 
 def rms_norm(x: Tensor, *, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x^2) + eps) over the last axis, in the dtype of x, computed in float32."""
+    """Returns x / sqrt(mean(x^2) + eps), with the mean over the last axis.
+
+    Computes in float32. The result has the dtype of x.
+    """
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def rotary_table(angles: Tensor) -> Tensor:
-    """Returns cos and sin of the angles, float32 [2, *angles.shape]: the argument `rotary` of blocks."""
+    """Returns the cosines and sines of rotary angles: float32 [2, *angles.shape].
+
+    Attention layers take this tensor as their argument `rotary`.
+    """
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotary_angles(positions: Tensor | int, dim: int, *, base: float) -> Tensor:
-    """Returns the rotary angles p * base^(-2i / dim) of positions p, for i from 0 to dim / 2 - 1.
+    """Returns the angles of rotary position embeddings: float32 [length, dim / 2], on the CPU.
 
-    The result is float32 [length, dim / 2] on the CPU, also if torch's default device is "meta". There, the
-    first product would make torch import its compiler.
+    The angle of position p with index i is p * base^(-2i / dim).
 
-    positions: Positions p, [length], on the CPU. An integer n stands for the positions 0 to n - 1.
-    dim: Width of a head. base: The config key rope_theta.
+    positions: The positions p, [length], on the CPU. An integer n stands for the positions 0 to n - 1. dim:
+    Width of an attention head. base: Usually 10000.
     """
+    # On the CPU, also if torch's default device is "meta". There, the first product would make torch import
+    # its compiler.
     if isinstance(positions, int):
         positions = torch.arange(positions, device="cpu")
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
@@ -102,12 +111,13 @@ def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions to x, [rows, length, heads, head_dim], computed in float32.
+    """Applies rotary position embeddings to x, [rows, length, heads, head_dim].
 
-    If x1 and x2 are the halves of a head, the halves of the result are x1 cos - x2 sin and x2 cos + x1 sin.
+    If x1 and x2 are the two halves of a head, the halves of the result are x1 cos - x2 sin and x2 cos + x1
+    sin. The computation is in float32.
 
-    cos, sin: The same angles for all rows and heads, [length, head_dim / 2], or angles for each example,
-    [batch, length, heads, head_dim / 2]. An example then has rows / batch consecutive rows of x.
+    cos, sin: If the angles are the same for all rows and heads, [length, head_dim / 2]. Otherwise [batch,
+    length, heads, head_dim / 2], and each example of the batch has rows / batch consecutive rows of x.
     """
     rows = x if cos.ndim == 2 else x.unflatten(0, (len(cos), -1))
     x1, x2 = rows.float().chunk(2, dim=-1)
@@ -118,20 +128,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions as `rotate` does, but to features in another order, with complex numbers.
+    """Does the same as `rotate`, for heads in which the two halves are interleaved.
 
-    The features of a head are x1[0], x2[0], x1[1], x2[1], and so on (`order_pairs`). This saves 6 % of a
-    forward and backward pass on a CPU. torch.compile does not support complex numbers.
+    The features of a head are x1[0], x2[0], x1[1], x2[1], and so on. This is faster than `rotate` on a CPU,
+    but torch.compile does not support it.
+
+    cos, sin: [length, head_dim / 2].
     """
+    # Complex numbers save 6 % of a forward and backward pass on a CPU.
     turns = torch.complex(cos, sin).repeat(1, x.shape[-2])
     pairs = torch.view_as_complex(x.float().flatten(-2).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).view(x.shape).to(x.dtype)
 
 
 def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
-    """Returns the fused weight of q, k and v, with the rows of q and k in the order for `rotate_pairs`.
+    """Reorders the rows of a fused query, key and value weight for `rotate_pairs`.
 
-    weight: Fused weight with the rows in the order for `rotate`, [3 * width, hidden].
+    Returns a copy. weight: [3 * width, hidden], with the rows in the order for `rotate`. The rows of the
+    values keep their order.
     """
     width, hidden = len(weight) // 3, weight.shape[1]
     qk, v = weight.split((2 * width, width))
@@ -142,13 +156,12 @@ def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -> Tensor:
     """Returns softmax(q k^T / sqrt(head_dim)) v. All tensors are [batch, heads, length, head_dim].
 
-    Uses torch's fused kernel, except in two cases. With dropout, the kernel would use torch's random numbers.
-    For short sequences on a CPU, plain products are faster, except in float32 without gradient.
-
-    Measured (AVX2), time of the kernel divided by time of plain products: in the backward pass in bfloat16,
-    11 for 17 positions, 6 for 81, and 1 for 900. In float32 without gradient, 0.4 to 0.5 for 82 and 97
-    positions.
+    dropout: Dropout of the softmax weights. If None, there is no dropout.
     """
+    # With dropout, torch's fused kernel would use torch's random numbers. For short sequences on a CPU, plain
+    # products are faster, except in float32 without gradient. Measured (AVX2), time of the kernel divided by
+    # time of plain products: in the backward pass in bfloat16, 11 for 17 positions, 6 for 81, and 1 for 900.
+    # In float32 without gradient, 0.4 to 0.5 for 82 and 97 positions.
     if dropout is None and (_is_long(q) or _is_faster_fused(q)):
         return F.scaled_dot_product_attention(q, k, v)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
@@ -166,12 +179,14 @@ def _is_faster_fused(q: Tensor) -> bool:
 
 
 class Dropout(NamedTuple):
-    """A dropout (arXiv 1207.0580) in which each slot (position of the batch) has its own random key.
+    """A dropout (arXiv 1207.0580) that takes its random bits from given keys.
 
-    So the zeros do not depend on the number of micro-batches and ranks.
+    The zeros therefore do not depend on the number of ranks and micro-batches. A call takes a tensor [rows,
+    ...], in which each batch position has rows / batch consecutive rows.
 
     Attributes:
-        keys: Random keys of the slots, int64 [batch] (`models.random`).
+        keys: A random key for each batch position, int64 [batch], for example from
+            `models.random.sample_keys`.
         stream: Index of this dropout in the network. It gives each dropout different zeros.
         probability: Probability that a value becomes 0. Other values are divided by 1 - probability.
     """
@@ -181,23 +196,20 @@ class Dropout(NamedTuple):
     probability: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns x with random values set to 0, and the others scaled.
-
-        x: [rows, ...]. Each slot (position of the batch) has rows / batch consecutive rows.
-        """
         bits = random_bits(self.keys, x.numel() // max(len(self.keys), 1), stream=self.stream)
         mask = (bits >= round(self.probability * 2**32)).view(x.shape)
         return x * mask.to(x.dtype) * (1 / (1 - self.probability))
 
 
 class Attention(nn.Module):
-    """A multi-head self-attention, not causal.
+    """A multi-head self-attention without a causal mask.
 
-    `forward` gets x, [batch, positions, hidden], and the table of rotary positions (`rotary_table`). If the
-    table is None, it uses no rotary positions.
+    `forward` takes x, [batch, positions, hidden], and the result of `rotary_table`, or None for no rotary
+    position embeddings.
 
-    head_dim: Width of a head. If None, hidden_size / num_heads. bias: Whether q, k, v and the output have
-    biases. has_rotary: If False, k has no bias, because it would have no effect without rotary positions.
+    head_dim: Width of a head. If None, hidden_size / num_heads. bias: Whether the projections have biases.
+    has_rotary: If False, the projection of the keys has no bias. It would have no effect without rotary
+    position embeddings.
     """
 
     def __init__(
@@ -241,15 +253,16 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
+# Each call moves information by one cell, so with more calls the same weights solve larger mazes
+# (Schwarzschild et al., arXiv 2106.04537; Bansal et al., arXiv 2202.05826).
 class Convolution(Linear):
-    """A 3x3 convolution over the grid of cells, with zero padding. Every output reads all input features.
+    """A 3x3 convolution over the grid of cells, with zero padding.
 
-    Each call moves information by one cell, so with more calls the same weights solve larger mazes
-    (Schwarzschild et al., arXiv 2106.04537; Bansal et al., arXiv 2202.05826).
+    The input is [batch, positions, hidden]. In the output, the positions before the grid are 0.
 
     Args:
-        num_columns: Number of columns of the grid. The positions fill it row by row.
-        num_before: Number of positions before the grid, those of the puzzle embedding.
+        num_columns: Number of columns of the grid. The positions fill the grid row by row.
+        num_before: Number of positions before the grid, which contain the puzzle embedding.
     Attributes:
         weight: Kernels, [hidden, hidden * 9]. Each pair of features has a 3x3 kernel, row by row.
     """
@@ -259,7 +272,6 @@ class Convolution(Linear):
         self.num_columns, self.num_before = num_columns, num_before
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the convolution of x, [batch, positions, hidden]. Positions before the grid become 0."""
         # The permuted tensors have torch's channels_last memory format, so conv2d does not copy them.
         cells = x[:, self.num_before :].unflatten(1, (-1, self.num_columns)).permute(0, 3, 1, 2)
         weight = self.weight.to(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
@@ -268,9 +280,10 @@ class Convolution(Linear):
 
 
 class SwiGLU(nn.Module):
-    """A gated MLP without biases (arXiv 2002.05202): down_proj(silu(gate) * up), on the last axis.
+    """A gated MLP without biases (arXiv 2002.05202): down_proj(silu(gate) * up).
 
-    gate and up are projections of the input (gate_up_proj). Their width is `inner_width`.
+    gate and up are the two halves of gate_up_proj(x). Input and output have `width` features on the last
+    axis.
     """
 
     def __init__(self, width: int, *, expansion: float):
@@ -284,19 +297,25 @@ class SwiGLU(nn.Module):
 
 
 def inner_width(width: int, expansion: float) -> int:
-    """Returns the inner width of a SwiGLU: 2/3 * expansion * width, rounded up to a multiple of 256."""
+    """Returns the inner width of a `SwiGLU`: 2/3 * expansion * width, rounded up.
+
+    The result is a multiple of 256.
+    """
     return -(-round(expansion * width * 2 / 3) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
 
 def gated(x: Tensor, gate_up: Linear) -> Tensor:
-    """Returns silu(gate) * up, [..., inner]. gate_up: Projection of x to gate and up, concatenated."""
+    """Returns silu(gate) * up, where gate and up are the two halves of gate_up(x)."""
     gate, up = (F.linear(x, half) for half in gate_up.weight.to(x.dtype).chunk(2))
     # Multiply in place. This saves memory in calls without gradient.
     return F.silu(gate).mul_(up)
 
 
 class LayerNorm(nn.Module):
-    """A layer norm (arXiv 1607.06450) over the last axis, with weight and bias, in the dtype of x."""
+    """A layer norm over the last axis (arXiv 1607.06450), in the dtype of its input.
+
+    It has a weight and a bias.
+    """
 
     def __init__(self, width: int):
         super().__init__()

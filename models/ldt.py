@@ -69,14 +69,16 @@ from models.search import RESET, Search, SearchView
 
 
 class LDTPrediction(NamedTuple):
-    """The `Prediction` of LDT: the answer after the move, and the outputs of the network before the move.
+    """The output of one call of LDT: the answer, and the logits of the network.
+
+    Each cell of a puzzle has candidates, the values that are still possible. The network reads the
+    candidates, and the call then changes them.
 
     Attributes:
-        logits: Logits of the answer, [batch, seq_len, vocab] in the forward dtype, for the board after the
-            move.
-        q_halt: 5 if the board after the move is solved, else -5, float32 [batch].
+        logits: Logits of the answer, [batch, seq_len, vocab], from the candidates after the change.
+        q_halt: 5 if every cell has one candidate after the change, else -5, float32 [batch].
         q_continue: Always None.
-        keep, digit, conflict: The fields of `Outputs`, for the board before the move.
+        keep, digit, conflict: Logits of the network for the candidates before the change (`Outputs`).
     """
 
     logits: Tensor
@@ -87,17 +89,19 @@ class LDTPrediction(NamedTuple):
     conflict: Tensor
 
     def of_network(self) -> Outputs:
-        """Returns the outputs of the network for the board before the move."""
         return Outputs(self.keep, self.digit, self.conflict)
 
 
 class PreNormBlock(nn.Module):
-    """A pre-norm transformer block with biases, on h, [batch, positions, hidden].
+    """A pre-norm transformer block with biases. Its input and output are [batch, positions, hidden].
 
         h = h + attn(norm1(h))
         h = h + down_proj(gelu(up_proj(norm2(h))))
 
-    number: Index of this block in the level. It gives each block different random numbers for dropout.
+    The argument `dropout` of `forward` applies to the attention weights, and to the outputs of attention and
+    MLP. If it is None, there is no dropout.
+
+    number: Index of this block in the network. It gives each block different zeros of the dropout.
     """
 
     def __init__(self, width: int, *, num_heads: int, expansion: float, has_rotary: bool, number: int):
@@ -109,10 +113,6 @@ class PreNormBlock(nn.Module):
         self.number = number
 
     def forward(self, h: Tensor, rotary: Tensor | None, dropout: Dropout | None) -> Tensor:
-        """Returns the new h, after attention and MLP.
-
-        dropout: Dropout of the attention weights, and of the outputs of attention and MLP. None: no dropout.
-        """
         if dropout is None:
             h = h + self.attn(self.norm1(h), rotary, dropout=None)
             return h + self.down_proj(F.gelu(self.up_proj(self.norm2(h))))
@@ -123,7 +123,11 @@ class PreNormBlock(nn.Module):
 
 
 class LDT(Search):
-    """The network of LDT. `look` runs it on boards, [batch, cells, values]:
+    """The network of LDT (arXiv 2605.08605). Its state is the candidates of each cell.
+
+    A board is a puzzle with candidates, the values that are still possible in each cell. A call of the
+    network removes candidates, or guesses the value of a cell. `look` computes the logits for this from
+    boards, [batch, cells, values]:
 
         h = h0 = input_proj(board)                  [batch, cells, hidden]
         loops times:
@@ -134,14 +138,14 @@ class LDT(Search):
             conflict = conflict_head(u at cls)
 
     [ , ] concatenates along the positions. cls is a learned vector. All loops have gradient. The loss uses
-    the outputs of all loops, and the move uses those of the last loop.
+    the logits of all loops. The call uses those of the last loop.
 
     Attributes:
         values: Tokens that occur in labels of the training data, int64 [values]. The axis "values" of boards
-            and outputs has this order.
+            and logits has this order.
         candidates: Labels that a cell may have, by its input token, uint8 [vocab, vocab]. Entry (i, j) is 1
             if a cell with input token i may have label j.
-        symmetries: Whether grids may be turned, and whether values may be permuted, uint8 [2].
+        symmetries: Whether grids may be rotated, and whether values may be permuted, uint8 [2].
     """
 
     objective_class = BoardObjective
@@ -183,8 +187,8 @@ class LDT(Search):
         self.conflict_head = Linear(width, 1, bias=True)
         self._initialize_()
 
+    # PyTorch's default distributions, as in the paper's code.
     def _initialize_(self) -> None:
-        """Initializes the matrices with PyTorch's default distributions, as the paper's code does."""
         for name, module in self.named_modules():
             if isinstance(module, Linear):
                 rows, columns = module.weight.shape
@@ -205,15 +209,9 @@ class LDT(Search):
     # Boards.
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns the state of slots (batch positions) that start on the puzzles of `data`: a board for each
-        puzzle.
-
-        A board has the candidates of each cell: the values that its input token allows. In training, some
-        boards get hints: some open cells start with only one candidate (`models.lattice.with_hints`). rng:
-        Random numbers of the hints. If None, there are no hints.
-        """
         entered = self.candidates[data.inputs.long()][..., self.values]  # uint8 [batch, cells, values]
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
+        # In training, some open cells of some boards start with only one candidate.
         if self.training and rng is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
             entered = with_hints(entered, solution, self.arch, rng)
         if not self.training or self.num_answers == 1:
@@ -234,14 +232,12 @@ class LDT(Search):
     # Halting.
 
     def wants_to_halt(self, state: State, prediction: LDTPrediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns the boards that leave their slot in training, or that are solved in evaluation."""
         return leaves(state) if self.training else prediction.q_halt > 0
 
     def sample_randomness(self, **_: Any) -> dict[str, np.ndarray]:
         return {}  # LDT does not explore
 
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
-        """Picks one board of each slot at random: indices, int64 [batch]. None if slots hold one board."""
         if self.boards_per_slot == 1:
             return None
         return rng.integers((), below=self.boards_per_slot, use="picked board")
@@ -257,14 +253,10 @@ class LDT(Search):
         reasoning: Reasoning,
         rng: SlotRng | None = None,
     ) -> tuple[State, LDTPrediction]:
-        """Runs one thinking step: the network on the boards, then one move. Returns the new boards.
-
-        In evaluation (a search), a contradictory board is reset to its start. A solved board does not change.
-        """
         dropout = self.arch.dropout if self.training else 0.0
         outputs = self.look(state["alive"], rng, loops=reasoning.loops, dropout=dropout)
         moved = move(state, outputs.last(), self.arch, reasoning, rng, in_search=not self.training)
-        if not self.training:
+        if not self.training:  # a search starts a contradictory board again
             moved["alive"] = where(moved["outcome"] == CONTRADICTORY, state["entered"], moved["alive"])
             # A trace of an answer also calls the network after a board is solved.
             was_solved = state["outcome"] == SOLVED
@@ -273,24 +265,21 @@ class LDT(Search):
         return moved, LDTPrediction(self._logits(moved["alive"], inputs), q_halt, None, *outputs)
 
     def _logits(self, alive: Tensor, inputs: Tensor) -> Tensor:
-        """Returns logits of the answer, [batch, seq_len, vocab]. They have only a few values.
-
-        The largest logit of a cell with one candidate is that of the candidate. For any other cell, it is
-        that of the input token.
-        """
+        # The largest logit of a cell with one candidate is that of the candidate. For any other cell, it is
+        # that of the input token.
         logits = alive.new_zeros(*alive.shape[:2], len(self.candidates), dtype=self.dtype)
         logits[..., self.values] = 8 * alive.to(self.dtype)
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
-        """Applies the network `loops` times to the boards. Returns the outputs of each loop.
+        """Runs the network on boards (puzzles with candidates). Returns its logits after each loop.
 
-        With `rng` (in training and in a search), each board is transformed by a random symmetry first.
-        Example: the grid is rotated, and the values are permuted. The outputs are transformed back.
+        If `rng` is passed, each board is first transformed by a random symmetry. Example: the grid is
+        rotated, and the values are permuted. The logits are transformed back.
 
-        alive: Candidates of the boards, uint8 [batch, cells, values]. rng: If None, the boards are not
-        transformed. loops: Number of loops. dropout: Dropout rate.
+        alive: Candidates, uint8 [batch, cells, values]. loops: How often the data pass through the blocks.
+        dropout: Probability that a value is set to 0.
         """
         num_boards, num_cells = alive.shape[:2]
         seen, sources, keys = alive, None, None
@@ -315,11 +304,8 @@ class LDT(Search):
             keep, digit = (self.symmetry.transform_back(logits, sources) for logits in (keep, digit))
         return Outputs(keep, digit, conflict[..., 0])
 
+    # The embeddings of the cells and of cls, [1, cells + 1, hidden]. With rotary positions, cells have 0.
     def _positions(self, num_cells: int) -> Tensor:
-        """Returns the position embeddings of the cells and of cls: [1, cells + 1, hidden].
-
-        With rotary positions, the embeddings of the cells are 0.
-        """
         if self.row_embed is None:
             return F.pad(self.cls_pos, (0, 0, num_cells, 0))
         table = (self.row_embed[:, None] + self.col_embed).flatten(0, 1)

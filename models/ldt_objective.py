@@ -43,14 +43,18 @@ if TYPE_CHECKING:
 
 
 class BoardObjective:
-    """The loss and the metrics of LDT. It has the same methods as `models.objective.Objective`."""
+    """The loss and the metrics of LDT, with the same methods as `models.objective.Objective`.
+
+    The loss is the weighted sum of keep_loss, digit_loss and conflict_loss. The docstring of this file
+    defines them.
+    """
 
     # {metric: the sum that divides it}. "count" is the number of puzzles with a label.
     metrics: ClassVar[Metrics] = {
         "count": None,
         "exact_accuracy": "count",
         "wrong": "count",
-        "undecided": "count",
+        "undecided": "count",  # no answer
         "steps": "count",
     }
     training_metrics: ClassVar[Metrics] = {
@@ -89,11 +93,6 @@ class BoardObjective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the loss of a micro-batch times divisors["slots"], and the metric sums.
-
-        The arguments are those of `Objective.losses`. The caller divides the first result by
-        divisors["slots"].
-        """
         before = before._replace(state=with_target(before.state))
         arch, board, outputs = self.arch, before.state, output.prediction.of_network()
         losses = {  # each [batch]
@@ -116,8 +115,8 @@ class BoardObjective:
     def more_calls(self, reasoning: Reasoning) -> float:
         return 0  # `losses` does not call the network
 
+    # The losses of each slot, [batch], from logits [batch, loops, cells, values] or [batch, loops].
     def _keep_loss(self, board: State, keep: Tensor) -> Tensor:
-        """Returns keep_loss, [batch]. keep: [batch, loops, cells, values]."""
         right = (board["alive"] & board["target"])[:, None].to(keep.dtype)  # [batch, 1, cells, values]
         log_keep = F.logsigmoid(keep)
         log_kill = log_keep - keep  # equals log(1 - sigmoid(keep))
@@ -125,30 +124,25 @@ class BoardObjective:
         return -(if_right * log_keep + if_wrong * log_kill).mean((1, 2, 3))
 
     def _digit_loss(self, board: State, digit: Tensor) -> Tensor:
-        """Returns digit_loss, [batch]. digit: [batch, loops, cells, values]."""
         values = board["target"].argmax(-1)[:, None, :, None].expand(-1, digit.shape[1], -1, 1)
         log_digit = digit.log_softmax(-1).gather(-1, values)[..., 0]  # [batch, loops, cells]
         return -torch.where(_digit_cells(board)[:, None], log_digit, 0).sum(-1).mean(1)
 
     def _conflict_loss(self, board: State, conflict: Tensor) -> Tensor:
-        """Returns conflict_loss, [batch]. conflict: [batch, loops]."""
         targets = is_lost(board).to(conflict.dtype)[:, None].expand_as(conflict)
         return F.binary_cross_entropy_with_logits(conflict, targets, reduction="none").mean(1)
 
+    # With balanced_conflict, each board has a weight, [batch].
     def _conflict_weight(self, board: State, divisors: Divisors) -> float | Tensor:
-        """Returns the weight of conflict_loss. With balanced_conflict, each board has one, [batch]."""
         if not self.arch.balanced_conflict:
             return self.arch.conflict_weight
         lost, slots = is_lost(board), divisors["slots"]
         num_lost = torch.as_tensor(divisors["bad"], device=lost.device)
         return self.arch.conflict_weight / 2 * slots / torch.where(lost, num_lost, slots - num_lost)
 
+    # What the metrics of the network count, for each board before the move, [batch, ...]. Here, a board is
+    # called contradictory only if its conflict probability is high. Cells without candidates do not matter.
     def _sums_of_outputs(self, board: State, conflict: Tensor) -> Sums:
-        """Returns what the metrics of the network count, for each board before the move.
-
-        Here, a board is called contradictory only if its conflict probability is high. A cell without
-        candidates does not matter. conflict: [batch, loops].
-        """
         lost, is_called = is_lost(board), conflict[:, -1].sigmoid() > self.arch.conflict_threshold
         return {
             "bad": lost,
@@ -158,11 +152,8 @@ class BoardObjective:
             "conflict_precision": lost & is_called,
         }
 
+    # What the metrics of the move count, for each board, [batch, ...].
     def _sums_of_moves(self, before: Carry, after: Carry, keep: Tensor) -> Sums:
-        """Returns what the metrics of the move count, for each board.
-
-        before, after: Input and output of the thinking step. keep: [batch, loops, cells, values].
-        """
         lost, left = is_lost(before.state), after.halted
         killed = kills(before.state, keep[:, -1], self.arch) & ~lost[:, None, None]
         solved = left & (after.state["outcome"] == SOLVED)
@@ -179,12 +170,6 @@ class BoardObjective:
     # Evaluation.
 
     def sums(self, output: StepOutput) -> Sums:
-        """Returns {metric: sum over the puzzles of the batch} for an evaluation. Puzzles without labels do
-        not count.
-
-        The metrics are "count" (puzzles), "exact_accuracy" (right answers), "wrong", "undecided" (no answer)
-        and "steps" (thinking steps).
-        """
         labels, prediction = output.carry.data.labels, output.prediction
         has_label = (labels != IGNORE_LABEL_ID).any(-1)
         _, is_exact = correct_sequences(prediction.logits, labels)
@@ -199,7 +184,6 @@ class BoardObjective:
         return {name: (has_label * values).sum() for name, values in sums.items()}
 
 
-def _digit_cells(board: State) -> Tensor:
-    """Returns the cells that count in digit_loss: bool [batch, cells]."""
+def _digit_cells(board: State) -> Tensor:  # the cells that count in digit_loss, bool [batch, cells]
     has_one_value = board["target"].sum(-1) == 1
     return ~given_cells(board) & ~is_lost(board)[:, None] & has_one_value

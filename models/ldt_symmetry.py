@@ -16,17 +16,17 @@ _HALF_TURNS = (0, 1, 4, 5)  # numbers of the symmetries that map rows to rows (`
 
 
 class BoardSymmetry(nn.Module):
-    """Samples symmetries of boards, and applies them. It has no weights.
+    """Rotates or reflects the grids of puzzles at random, and permutes the values of cells.
 
-    A sampled symmetry is `sources`, int64 [batch, cells * values]. Entry i of the transformed board is entry
-    sources[i] of the board, with the boards as vectors of cells * values entries.
+    A board, [cells, values], has a number for each possible value of each cell. Flattened, entry i of the
+    transformed board is entry sources[i] of the board. `sample` returns these indices for a batch of boards.
+    The module has no weights.
 
     Args:
         grid: Indices of the cells, [rows, columns].
         num_values: Number of values that a cell may have.
         may_turn: Whether the grid may be rotated and reflected.
-        may_permute: Whether the values may be permuted. If so, the puzzle is a Sudoku, so its grid
-            has boxes.
+        may_permute: Whether the values may be permuted. The puzzles must then be Sudokus.
     """
 
     def __init__(self, grid: np.ndarray, *, num_values: int, may_turn: bool, may_permute: bool):
@@ -37,7 +37,10 @@ class BoardSymmetry(nn.Module):
         self.register_buffer("turned_cells", cells, persistent=False)
 
     def sample(self, rng: SlotRng) -> Tensor:
-        """Samples a symmetry of each board: `sources`, int64 [batch, cells * values]."""
+        """Samples a rotation or reflection, and a permutation of the values, for each puzzle.
+
+        Returns indices for `transform`, int64 [batch, cells * values].
+        """
         symmetry = rng.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(self.num_values, device=symmetry.device).expand(len(symmetry), -1)
         if self.may_permute:
@@ -47,27 +50,37 @@ class BoardSymmetry(nn.Module):
 
     @staticmethod
     def transform(boards: Tensor, sources: Tensor) -> Tensor:
-        """Returns the transformed boards. boards: [batch, cells, values]."""
+        """Rotates, reflects and permutes boards. Returns a tensor in the same shape.
+
+        boards: A number for each possible value of each cell, [batch, cells, values]. sources: Result of
+        `sample`.
+        """
         return boards.flatten(1).gather(1, sources).view(boards.shape)
 
     @staticmethod
     def transform_back(outputs: Tensor, sources: Tensor) -> Tensor:
-        """Returns the outputs for the boards before `transform`. outputs: [batch, loops, cells, values]."""
+        """Reverses `transform` for the outputs that a network computed from the result.
+
+        outputs: [batch, loops, cells, values]. sources: Result of `sample`.
+        """
         targets = sources[:, None].expand(-1, outputs.shape[1], -1)
         zeros = torch.zeros_like(targets, dtype=outputs.dtype)
         return zeros.scatter(2, targets, outputs.flatten(2)).view(outputs.shape)
 
 
 def turned_cells(grid: np.ndarray, *, may_turn: bool, has_boxes: bool) -> Tensor:
-    """Returns the source cell of each cell in each allowed symmetry of a grid: int64 [symmetries, cells].
+    """Returns the symmetries of a grid as int64 [symmetries, cells].
 
-    Symmetry 2 k + f is k quarter turns to the left, then a left-right reflection if f = 1. If the grid or its
-    boxes are not square, only the four symmetries that map rows to rows are allowed.
-    grid: Indices of the cells, [rows, columns]. may_turn: If False, only the identity is allowed.
+    Entry (s, i) is the cell that symmetry s moves to the place of cell i. A square grid has 8 rotations and
+    reflections. If the grid or its Sudoku boxes are not square, the 4 of them that map rows to rows are used.
+
+    grid: Indices of the cells, [rows, columns]. may_turn: If False, only the identity is returned. has_boxes:
+    Whether the puzzle is a Sudoku.
     """
     rows, columns = grid.shape
     is_square = rows == columns and (not has_boxes or np.isclose(rows**0.5 % 1, 0))
     symmetries = [0] if not may_turn else range(8) if is_square else _HALF_TURNS
+    # Symmetry 2 k + f is k quarter turns to the left, then a left-right reflection if f = 1.
     turned = (np.rot90(grid, symmetry // 2) for symmetry in symmetries)
     turned = [
         np.fliplr(cells) if symmetry % 2 else cells

@@ -30,26 +30,22 @@ _Q_HEAD_BIAS = -5.0
 
 
 class Network(nn.Module):
-    """The base class of networks. The file of a model defines a subclass and assigns it to `NETWORK`.
+    """The base class of networks. Each model has a subclass, the `NETWORK` of its file.
 
-    A subclass defines three methods:
-
-    __init__(arch, metadata)  builds the modules, and assigns them in the order in which `forward` uses them.
-                              Ranks send the gradients of the parameters in the reverse of this order, during
-                              the backward pass, which completes them in about the same reverse order.
-    initial_state             returns the state of a slot that starts on a puzzle
-    forward                   runs one thinking step
+    A subclass defines `__init__(arch, metadata)`, `initial_state` and `forward`. `__init__` must assign
+    modules in the order in which `forward` uses them. Ranks send the gradients in the reverse order, while
+    the backward pass still runs.
 
     Attributes:
-        objective_class: Class of `objective`, which defines the loss and the metrics.
-        undecayed: Names of the weights without weight decay.
-        is_search: Whether an evaluation is a search (`models.search.Search`).
-        is_random: Whether an evaluation always needs random numbers, also without noise in `Reasoning`.
-        boards_per_slot: Number of puzzles in a batch position in training. Each step works on one of them.
-        num_answers: Number of right answers of each puzzle in a batch of training (`Batch.answers`). 1: only
-            the label.
-        dtype: Dtype of activations and states.
-        puzzle_emb: Table of puzzle embeddings. None if the model has none.
+        objective: The loss and the metrics, an instance of `objective_class`.
+        undecayed: Names of the parameters without weight decay.
+        is_search: Whether the network searches for the answer in an evaluation (`models.search.Search`).
+        is_random: Whether every evaluation needs random numbers.
+        boards_per_slot: Number of puzzles that a batch position stores in training. Each training step works
+            on one of them.
+        num_answers: Number of right answers of a puzzle that training reads. 1: only the label.
+        dtype: Dtype of activations and hidden states.
+        puzzle_emb: Table of puzzle embeddings. None if the network has none.
     """
 
     objective_class: ClassVar[type] = Objective
@@ -66,22 +62,24 @@ class Network(nn.Module):
         self.dtype, self.puzzle_emb = dtype_of(arch), None
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """Returns the state before the first thinking step on a puzzle: {name: tensor [batch_size, ...]}.
+        """Returns the state before the first call on a puzzle: {name: tensor [batch_size, ...]}.
 
-        It is the same for all puzzles, without noise. Returns {} if the network has no state. A name that
-        starts with "z_", such as z_H, is a latent state, [batch_size, ..., hidden]. `models.carry.State` has
-        the rules for other names. seq_len: Number of cells of a puzzle.
+        It is the same for all puzzles. Hidden states have names that start with "z_", such as z_H, and the
+        shape [batch_size, ..., hidden]. `models.carry.State` has the rules for other names. Returns {} if the
+        network has no state.
+
+        seq_len: Number of cells (tokens) of a puzzle.
         """
         return {}
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns the state before the first thinking step, for every slot (position of the batch).
+        """Returns the state of every batch position before the first call on a new puzzle.
 
-        By default, it is the result of `initial_state`. If reasoning.init_noise is not 0, the states of the
-        slots in `fresh` are random. The caller uses only the states of these slots.
+        By default, it is the result of `initial_state`. If reasoning.init_noise is not 0, the hidden states
+        are random.
 
-        data: The puzzles. rng: Random numbers. If None, the states are not random.
-        fresh: Mask of the slots that start on a new puzzle, bool [batch].
+        data: Puzzles of all batch positions. rng: Random numbers. If None, the states are not random. fresh:
+        Batch positions that start on a new puzzle, bool [batch]. The caller uses only their states.
         """
         state = self.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
         return with_initial_noise(state, reasoning, rng, fresh)
@@ -95,22 +93,28 @@ class Network(nn.Module):
         reasoning: Reasoning,
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
-        """Runs one thinking step. Returns the new state, detached, and the prediction.
+        """Calls the network once on each puzzle. Returns the new state and prediction.
 
-        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. reasoning: Settings of the
-        step. rng: Random numbers, needed for noise and dropout.
+        The new state must be detached. The caller passes it to the next call.
+
+        Args:
+            state: State of the puzzles, {name: tensor [batch, ...]}.
+            inputs: Tokens of the puzzles, int32 [batch, seq_len].
+            puzzle_identifiers: Number of the puzzle embedding of each puzzle, int32 [batch].
+            reasoning: Settings of the call, such as its number of cycles.
+            rng: Random numbers, needed for noise and dropout.
         """
         raise NotImplementedError
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns for each slot whether the network wants to halt after a thinking step: bool [batch].
+        """Returns the puzzles on which the network wants to stop after a call: bool [batch].
 
-        A slot is a position of the batch. By default, the Q head decides: q_halt > 0. With
-        no_ACT_continue=false, q_halt > q_continue. `HaltingModel.halts` calls this method, and then considers
-        the largest number of steps and the exploration.
+        By default, these are the puzzles with q_halt > 0, where the answer is more likely right than wrong.
+        With arch.no_ACT_continue=false, they are those with q_halt > q_continue. `HaltingModel.halts` also
+        applies the smallest and the largest number of calls.
 
-        state, prediction: Results of the thinking step. rng: Random numbers of the step. None in an
-        evaluation without noise.
+        state, prediction: Results of the call. rng: Random numbers of the call. None in an evaluation without
+        noise.
         """
         return q_head_wants_to_halt(prediction, self.arch)
 
@@ -119,27 +123,27 @@ class Network(nn.Module):
     ) -> dict[str, np.ndarray]:
         """Samples random numbers of a training step on the host: {name: array [batch_size, ...]}.
 
-        An array has a row for each slot (position) of the global batch. By default, the result is that of
-        `sample_exploration`: {"min_steps": array}, the thinking steps before which a slot may not halt.
+        `forward` can read the numbers of its puzzles from `rng.arrays`. By default, the only array is
+        "min_steps" of `sample_exploration`: how many calls each puzzle must have had before it may halt.
+
+        step: Number of the training step. batch_size: Size of the global batch.
         """
         return sample_exploration(self.arch, seed=seed, step=step, batch_size=batch_size, reasoning=reasoning)
 
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
-        """Returns the index of the puzzle that each slot works on in a training step: int64 [batch].
+        """Samples which puzzle each batch position works on in a training step.
 
-        Returns None if a slot (position of the batch) holds one puzzle. Only in LDT, it can hold several
-        (arch.boards_per_slot). rng: Random numbers of the training step.
+        Returns indices, int64 [batch]. Returns None if each batch position stores only one puzzle. With
+        arch.boards_per_slot > 1, LDT stores several.
         """
         return None
 
 
 class TokenNetwork(Network):
-    """The base class of networks with one vector for each cell.
+    """The base class of networks with one hidden vector for each cell (token).
 
-    `embed` returns the embedded puzzle. `answer` reads the logits and the Q values from a state.
-
-    `__init__` builds the modules that `embed` needs. A subclass builds all other modules. It must assign the
-    heads `lm_head` and `q_head`, because `answer` uses them.
+    `embed` returns the embedded puzzle. `answer` computes logits from a hidden state. A subclass must assign
+    `lm_head` and `q_head`, the output layers that `answer` calls.
     """
 
     def __init__(self, arch: TokenConfig, metadata: Metadata):
@@ -159,21 +163,21 @@ class TokenNetwork(Network):
         self.register_buffer("rotary", rotary, persistent=False)
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Returns the embedded puzzle e, [batch, positions, hidden] in the forward dtype.
+        """Returns the embedded puzzle, [batch, positions, hidden] in the dtype of the activations.
 
             e = sqrt(hidden_size) * [puzzle embedding, token embeddings]
 
-        [ , ] concatenates along the positions: first the puzzle positions, then the cells. Token embeddings
-        are initialized with standard deviation 1 / sqrt(hidden_size). The factor makes it 1. Puzzle
-        embeddings are initialized with 0.
-
-        If pos_encodings=learned, a learned vector of each position is added:
+        [ , ] concatenates along the positions. The puzzle embedding is a learned vector for each puzzle
+        identifier. With pos_encodings=learned, a learned vector of each position is added:
 
             e = sqrt(hidden_size) * sqrt(1/2) * ([puzzle embedding, token embeddings] + position embeddings)
 
-        If pos_encodings=rope, nothing is added here. The attention rotates its queries and keys.
+        With pos_encodings=rope, nothing is added, because the attention applies the rotary position
+        embeddings.
 
-        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
+        Args:
+            inputs: Tokens, int32 [batch, seq_len].
+            puzzle_identifiers: int32 [batch].
         """
         e = self.embed_tokens(inputs)
         if self.puzzle_emb is not None:
@@ -186,29 +190,41 @@ class TokenNetwork(Network):
             e = torch.cat((puzzle, e), dim=1)
         if self.embed_pos is not None:
             e = math.sqrt(0.5) * (e + self.embed_pos(torch.arange(e.shape[1], device=e.device)))
+        # Token embeddings are initialized with standard deviation 1 / sqrt(hidden_size). The factor makes
+        # it 1.
         return math.sqrt(self.arch.hidden_size) * e
 
     def answer(self, z_H: Tensor) -> Prediction:
-        """Returns logits, q_halt and q_continue. z_H: State after the thinking step.
+        """Applies the output layers to a hidden state. Returns logits, q_halt and q_continue.
 
-        z_H is [batch, positions, hidden], and the logits are [batch, seq_len, vocab].
+        The logits are [batch, seq_len, vocab]. q_halt and q_continue decide when the model stops working on a
+        puzzle.
+
+        z_H: Hidden state after a call of the network, [batch, positions, hidden].
         """
         logits = self.lm_head(z_H)[:, self.num_puzzle_positions :]
         return Prediction(logits, *self.q_values(z_H))
 
     def q_values(self, z_H: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns q_halt and q_continue, each float32 [batch]. The Q head reads position 0 of z_H.
+        """Returns q_halt and q_continue, the logits that decide when a puzzle halts.
 
-        If arch.conv=instead, position 0 depends only on the cells near it. The Q head then reads the mean of
-        z_H over all positions.
+        Both are float32 [batch]. The output layer `q_head` reads position 0 of z_H. With arch.conv=instead,
+        it reads the mean over all positions.
+
+        z_H: Hidden state, [batch, positions, hidden].
         """
+        # With conv=instead, position 0 depends only on the cells near it.
         read = z_H.mean(dim=1) if self.arch.conv == "instead" else z_H[:, 0]
         q = self.q_head(read).float()
         return q[:, 0], q[:, 1]
 
 
 def build_q_head(width: int) -> Linear:
-    """Builds the Q head, the output head for q_halt and q_continue. Initially both are -5 for every state."""
+    """Builds the output layer for two logits that decide when a puzzle halts.
+
+    The logits are q_halt and q_continue. Initially both are -5 for every hidden state, so puzzles do not halt
+    early.
+    """
     q_head = Linear(width, 2, bias=True)
     nn.init.zeros_(q_head.weight)
     nn.init.constant_(q_head.bias, _Q_HEAD_BIAS)
@@ -216,14 +232,14 @@ def build_q_head(width: int) -> Linear:
 
 
 def gradient_if(has_gradient: bool) -> contextlib.AbstractContextManager:
-    """Returns `torch.no_grad()`. If `has_gradient` is True, returns a context that changes nothing."""
+    """Returns `torch.no_grad()` if `has_gradient` is False, else a context manager without effect."""
     return contextlib.nullcontext() if has_gradient else torch.no_grad()
 
 
 def dtype_of(arch: ArchConfig) -> torch.dtype:
-    """Returns the dtype of activations and states: torch.bfloat16 or torch.float32.
+    """Returns the dtype of activations: torch.bfloat16 or torch.float32.
 
-    It is the value of arch.forward_dtype. The caller must replace "auto" before.
+    It is the value of arch.forward_dtype, which must not be "auto".
     """
     assert arch.forward_dtype != "auto", "replace forward_dtype=auto by bfloat16 or float32 first"
     return getattr(torch, arch.forward_dtype)

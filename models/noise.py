@@ -24,13 +24,17 @@ from models.random import SlotRng
 def perturbed(
     level: nn.Module, reasoning: Reasoning, rng: SlotRng | None, *context: Any, name: str = "L"
 ) -> Callable[[Tensor, Tensor | int], Tensor]:
-    """Returns a function of (z, injection) that calls a level, and adds damping and noise to the result.
+    """Returns a function that calls a stack of blocks, and adds damping and noise.
 
-    The function calls level(z, injection, *context), then `perturb`. If damping and noise are off, it only
-    calls the level. Get a new function for each thinking step.
+    The function takes (z, injection), and calls level(z, injection, *context), then `perturb`. Without
+    damping and noise, it only calls `level`. Create a new function in each call of the network.
 
-    level: Stack of blocks. reasoning: Settings, with damping and state_noise. rng: Random numbers of the
-    thinking step. name: Name of the level. Levels with different names get different noise.
+    Args:
+        level: Stack of blocks. It gets the hidden state z, and a tensor to add to it.
+        reasoning: Settings, with damping and state_noise.
+        rng: Random numbers of this call of the network.
+        context: Further arguments of `level`.
+        name: Name of the stack. Stacks with different names get different noise.
     """
 
     def call(z: Tensor, injection: Tensor | int) -> Tensor:
@@ -49,9 +53,8 @@ def perturbed(
 def perturb(z: Tensor, new: Tensor, reasoning: Reasoning, rng: SlotRng | None, *, use: str) -> Tensor:
     """Returns z + damping * (new - z), plus normal noise of standard deviation state_noise.
 
-    z: State before a call of a level. new: Result of the call. reasoning: Settings, with damping and
-    state_noise. rng: Random numbers of the thinking step. use: Purpose of the noise, such as "L 0". Different
-    texts give independent noise.
+    z: Hidden state before a call of a stack of blocks. new: Result of the call. reasoning: Settings, with
+    damping and state_noise. use: Any text, such as "L 0". Different texts give independent noise.
     """
     if reasoning.damping != 1:
         new = torch.lerp(z, new, reasoning.damping)
@@ -59,14 +62,12 @@ def perturb(z: Tensor, new: Tensor, reasoning: Reasoning, rng: SlotRng | None, *
 
 
 def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-    """Replaces the latent states of some slots (positions of the batch) by noise. Returns `state`.
+    """Replaces the hidden states of new puzzles by normal noise. Returns the changed `state`.
 
-    Does nothing if reasoning.init_noise is 0 or `rng` is None. Otherwise, the entries of the dict `state`
-    with names such as z_H are set to new tensors. The noise is normal, cut at 2 sigma, with standard
-    deviation init_noise after the cut.
+    Hidden states are the entries with names that start with "z_". The noise is cut at 2 sigma. After the cut,
+    it has the standard deviation reasoning.init_noise. Does nothing if init_noise is 0 or `rng` is None.
 
-    state: Result of `Network.initial_state`. rng: Random numbers of all slots.
-    fresh: Mask of the slots that start on a new puzzle, and get noise, bool [batch].
+    state: Initial state, which is changed in place. fresh: Batch positions with a new puzzle, bool [batch].
     """
     if not reasoning.init_noise or rng is None:
         return state
@@ -79,10 +80,12 @@ def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, 
 
 
 def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> State:
-    """Returns a new state dict with normal noise added to z_L, as in PTRM (docs/test_time.md).
+    """Adds normal noise to the hidden state z_L, as in PTRM (arXiv 2605.19943).
 
-    If the state has no z_L, the noise is added to all latent states, such as z_H. Its standard deviation is
-    reasoning.step_noise. If that is 0, returns `state` itself. If any noise is on, `rng` must not be None.
+    Returns a new state. If the state has no z_L, the noise is added to all hidden states (names that start
+    with "z_"). Its standard deviation is reasoning.step_noise. If this is 0, `state` itself is returned.
+
+    rng: Random numbers, needed if any noise in `reasoning` is on.
     """
     assert rng is not None or not reasoning.is_noisy, "noise needs rng"
     if not reasoning.step_noise:
@@ -94,7 +97,6 @@ def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> 
 
 
 def _latents(state: State) -> State:
-    """Returns the latent states: those with names such as z_H (`models.carry.State`)."""
     return {name: z for name, z in state.items() if name.startswith("z_")}
 
 

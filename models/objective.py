@@ -16,6 +16,16 @@ number of slots  The size of the global batch (global_batch_size). With local_st
                  itself, and the number is that of its slots. Every slot counts, also a slot whose puzzle has
                  no label. Such a slot adds 0 to the loss, to every gradient and to every metric sum.
 
+The factor decay^(t - 1) (arXiv 2511.08653) does not apply to metrics.
+
+q_target=exact     One more call of the network on all slots, without gradient, gives the target of q_continue
+                   for every slot. This is the published way.
+q_target=deferred  If a slot continues, the next training step gives the target. To get a gradient for the
+                   q_continue of this step, it applies only the Q head to the state that this step returned.
+                   Its loss then contains the q_continue_loss of this step, with the factor of the next step.
+                   If a slot halts, one more call on the halted slots gives its target now. On CUDA, the host
+                   waits for the number of halted slots.
+
 With gradient accumulation, the loss of every micro-batch is divided by the same number of slots. So the
 gradients of the micro-batches add up to the gradient of the loss of the step. `forward_and_backward` in
 training/step.py divides.
@@ -54,11 +64,13 @@ ContinueTarget = tuple[Tensor, Tensor, Tensor]
 
 
 class Objective:
-    """The loss and the metrics of a model with q_halt. In SE-RRM, q_halt does not come from a Q head.
+    """The loss and the metrics of a model that returns logits and q_halt.
+
+    q_halt is the logit of the probability that the answer is right.
 
     Attributes:
-        metrics: {metric of evaluation: name of the sum that divides it}. `sums` returns their sums. In
-            training, they are also logged if `losses` returns their sums, as in this class.
+        metrics: Metrics of an evaluation, {metric: name of the sum that divides it, or None}. `sums` returns
+            the sums. Training logs those metrics for which `losses` returns a sum.
         training_metrics: Metrics of training only, in the same form. `losses` returns their sums.
     """
 
@@ -81,12 +93,13 @@ class Objective:
         self.arch, self.loss = arch, arch.loss
 
     def divisors(self, carry: Carry) -> Sums:
-        """Returns the divisors of loss terms that depend on the data: {name: sum over this rank's batch}.
+        """Returns the counts that divide loss terms: {name: count in the batch of this rank}.
 
-        In this class, there are none, and the result is {}. The caller sums them over ranks, and adds
-        "slots", the batch size. It calls this method before the forward pass.
+        In this class, only the batch size divides the loss, and the result is {}. A subclass may return other
+        counts, such as a number of cells. The caller sums them over ranks, except with local_steps > 1, adds
+        the batch size as "slots", and passes them to `losses`.
 
-        carry: Input of the thinking step.
+        carry: State of the batch before the call of the model.
         """
         return {}
 
@@ -100,23 +113,21 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns (loss of a micro-batch, metric sums). Both are summed over its slots (batch positions).
+        """Returns the loss and the metric sums of a micro-batch, summed over its puzzles.
 
-        The caller divides the loss by divisors["slots"]. This class has no other divisor. A subclass may
-        have a term that is divided by divisors[name] instead. It multiplies this term by
-        divisors["slots"] / divisors[name] before it adds the term.
-
-        The weight supervision_decay^(t - 1) (arXiv 2511.08653) applies to the loss, but not to the metric
-        sums. With q_target=deferred, the loss of step t also contains a q_continue loss of step t - 1. It
-        gets the weight of step t.
+        The caller divides the loss by divisors["slots"], the batch size. A subclass may divide a loss term by
+        another count: it multiplies the term by divisors["slots"] / divisors[name].
 
         Args:
-            network: The network. It is called again for targets of q_continue.
-            before: Input of the thinking step, after `HaltingModel.refill`.
-            output: Output of the thinking step.
-            divisors: "slots", and the result of the method `divisors`, summed over ranks.
-            reasoning: Settings of the thinking step.
-            rng: Random numbers of the slots.
+            network: The network. It may be called again to compute training targets.
+            before: State of the batch before the call of the model, from `HaltingModel.refill`.
+            output: Result of the call of the model.
+            divisors: "slots", and the counts from the method `divisors`.
+            reasoning: Settings of the call of the model.
+            rng: Random numbers of the batch positions.
+
+        Returns:
+            The loss, a scalar tensor, and {metric: scalar tensor}.
         """
         targets = self.continue_targets(network, before, output, reasoning, rng)
         losses, sums = self._losses_and_sums(output, targets, label_smoothing=self.loss.label_smoothing)
@@ -130,7 +141,7 @@ class Objective:
     def sums(self, output: StepOutput) -> Sums:
         """Returns the sums of the metrics of an evaluation over a batch: {name: scalar tensor}.
 
-        The losses in it have no label smoothing. Most other metrics count only puzzles that have halted.
+        Losses are computed without label smoothing. Most other metrics count only puzzles that have halted.
 
         output: Final answers to puzzles.
         """
@@ -139,10 +150,7 @@ class Objective:
     def _losses_and_sums(
         self, output: StepOutput, targets: list[ContinueTarget], *, label_smoothing: float
     ) -> tuple[dict[str, Tensor], Sums]:
-        """Returns ({loss: values [batch]}, {metric: sum over the batch, scalar tensor}).
-
-        The losses are "lm_loss", "q_halt_loss" and, if there are `targets` of it, "q_continue_loss".
-        """
+        # Returns ({loss: values [batch]}, {metric: sum over the batch, scalar tensor}).
         labels, prediction, steps = output.carry.data.labels, output.prediction, output.carry.steps
         labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
         has_labels = labels_per_slot > 0
@@ -183,24 +191,15 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> list[ContinueTarget]:
-        """Returns the targets of q_continue that are known in this training step. Arguments: As in `losses`.
+        """Returns the training targets of the network's output q_continue.
 
-        An entry is (logits, targets in [0, 1], mask of the slots that have a target), each [batch]. A slot is
-        a position of the batch, and works on one puzzle at a time.
+        The result is a list of (logits, targets, mask), each [batch]. The mask selects the puzzles that have
+        a target. q_continue is the value of one more call of the network on a puzzle. Its target is
+        sigmoid(max(q_halt, q_continue)) after one more call (arXiv 2506.21734, section 2). For a puzzle that
+        has already had max_steps calls, it is sigmoid(q_halt) (arXiv 2407.04811).
 
-        The target is the value of one more thinking step: sigmoid(max(q_halt, q_continue)) after that step
-        (arXiv 2506.21734, section 2). If the slot has already made max_steps steps, it is sigmoid(q_halt)
-        after one more step (arXiv 2407.04811).
-
-        q_target=exact     One more call of the network on all slots, without gradient, gives the target of
-                           every slot. This is the published way.
-        q_target=deferred  If a slot continues, its next thinking step is part of the next training step. So
-                           the next training step gives the target. To get a gradient for the q_continue of
-                           this step, it applies only the Q head to the state that this step returned. If a
-                           slot halts, one more call on the halted slots gives its target now. On CUDA, the
-                           host waits for the number of halted slots.
-
-        Returns [] if q_continue is not trained: with no_ACT_continue=true, or if max_steps is 1.
+        Returns [] if q_continue is not trained: with no_ACT_continue=true, or if max_steps is 1. The
+        arguments are those of `losses`.
         """
         if reasoning.max_steps == 1 or self.arch.no_ACT_continue:
             return []
@@ -226,14 +225,7 @@ class Objective:
     def _values_of_one_more_step(
         self, network: Network, carry: Carry, reasoning: Reasoning, rng: SlotRng | None
     ) -> Tensor:
-        """Runs one more thinking step without gradient. Returns the targets of q_continue, float32 [batch].
-
-        A target is sigmoid(max(q_halt, q_continue)) after that step. If the puzzle has already had max_steps
-        steps, it is sigmoid(q_halt).
-
-        carry: Output of this thinking step. rng: Random numbers of this step. The additional step uses them
-        again.
-        """
+        # The additional step uses the random numbers of this step again.
         data = carry.data
         _, following = network(
             carry.state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, rng=rng
@@ -242,12 +234,11 @@ class Objective:
         return torch.sigmoid(torch.where(carry.steps >= reasoning.max_steps, following.q_halt, best))
 
     def more_calls(self, reasoning: Reasoning) -> float:
-        """Returns how many additional forward passes a training step runs to get targets of q_continue.
+        """Returns how many extra network calls a training step makes for its loss.
 
-        With arch.q_target=exact, it is 1. With q_target=deferred, it is the estimate 1 / max_steps, because
-        only puzzles that halt need a pass. It is 0 if q_continue is not trained.
-
-        reasoning: Settings of training, with max_steps.
+        The calls compute the training targets of q_continue, an output of the network. With
+        arch.q_target=exact, the number is 1. With q_target=deferred, it is the estimate 1 / max_steps,
+        because only puzzles that halt need the extra call. If q_continue is not trained, it is 0.
         """
         if self.arch.no_ACT_continue or reasoning.max_steps == 1:
             return 0
@@ -270,10 +261,10 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: fl
 
 
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    """Returns the cross-entropy of each cell, with stablemax (arXiv 2501.04697) in place of softmax.
+    """Returns the cross-entropy of each cell, with stablemax (arXiv 2501.04697) instead of softmax.
 
-    The result is float64 (float32 on mps) [batch, seq_len], 0 in cells without a label. Arguments: As in
-    `softmax_cross_entropy`.
+    The result is float64 (float32 on mps) [batch, seq_len], 0 in cells without a label. The arguments are
+    those of `softmax_cross_entropy`.
     """
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     log_probabilities = torch.log(stablemax(wide))
@@ -285,9 +276,9 @@ def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: 
 
 
 def stablemax(logits: Tensor) -> Tensor:
-    """Returns s(x) / sum of s(x) over the last axis, with s(x) = x + 1 if x >= 0, else 1 / (1 - x).
+    """Returns s(x) / sum(s(x)) over the last axis, an alternative to softmax.
 
-    The result has the shape and the dtype of the logits.
+    s(x) is x + 1 if x >= 0, else 1 / (1 - x). The result has the shape and the dtype of the logits x.
     """
     # The branch that `where` does not choose has a gradient, too. Without the clamp, it would be inf at
     # x = 1, and inf * 0 is NaN.
@@ -307,9 +298,10 @@ PROBABILITIES = {
 
 
 def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the fraction of right cells, float32 [batch], and whether all cells are right, bool [batch].
+    """Returns the fraction of right cells, and whether all cells are right, for each puzzle.
 
-    Only cells with a label count. A puzzle without labels has 0 and False.
+    The results are float32 [batch] and bool [batch]. Only cells with a label count. A puzzle without labels
+    has 0 and False.
     """
     counted = labels != IGNORE_LABEL_ID
     num_counted = counted.sum(-1)
@@ -322,21 +314,24 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tens
 
 
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
-    """Returns the names of all sums that `divide` needs: those of metrics, then those of divisors.
+    """Returns the names of the sums from which `divide` computes metrics.
 
-    The divisor "slots" is left out. metrics: {metric: name of the sum that divides it, "slots", or None}.
+    The names of the metrics come first, then the names of their divisors, without "slots".
+
+    metrics: {metric: name of the sum that divides it, or None}.
     """
     divisors = {name for name in metrics.values() if name not in (None, "slots")}
     return (*metrics, *sorted(divisors - metrics.keys()))
 
 
 def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[str, float]:
-    """Divides each sum of a metric by its divisor. Returns {metric: value}, those without a divisor last.
+    """Divides each metric sum by its divisor. Returns {metric: value}.
 
-    A metric is left out if its divisor is 0. A metric without a divisor is left out if it is 0.
+    A metric with divisor None is not divided. Metrics with the divisor 0 are left out, and sums of 0 without
+    a divisor.
 
-    sums: {name: sum over all ranks and steps}. metrics: {metric: name of the sum that divides it, or None}.
-    slots: Value of the divisor "slots", the number of batch positions that were summed.
+    sums: {name: sum over ranks and steps}. metrics: {metric: name of the sum that divides it, or None}.
+    slots: Value of the divisor "slots". In training, it is the global batch size times the number of steps.
     """
     divisors = {**sums, "slots": slots}
     means = {name: by for name, by in metrics.items() if by is not None and divisors.get(by) and name in sums}

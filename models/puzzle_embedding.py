@@ -2,6 +2,13 @@
 
 A dataset gives each puzzle an identifier. In Sudoku, all puzzles have the same one. In ARC, all examples of a
 task have the same one, so that the vector can describe the rule of the task.
+
+The table may have a million rows, and a training step uses a few hundred. A call copies the rows of the
+batch into a new tensor, and the backward pass stores the gradient in the field `grad` of this tensor.
+`optimizers.puzzle_table` then sums the gradients of each identifier over slots and ranks, and updates only
+the rows that were used. The update is sign SGD with weight decay:
+
+    row = (1 - puzzle_emb_lr * puzzle_emb_weight_decay) * row - puzzle_emb_lr * sign(gradient)
 """
 
 from typing import ClassVar
@@ -11,18 +18,17 @@ from torch import Tensor, nn
 
 
 class PuzzleEmbedding(nn.Module):
-    """A table with one learned row for each puzzle identifier. A call returns the rows of a batch.
+    """A table with a learned vector for each puzzle identifier.
 
-    The table may have a million rows, and a training step uses a few hundred. So `weights` is a buffer, not a
-    parameter, and the optimizer of the dense weights does not update it. A call copies the rows of the batch
-    into a new tensor. In training, the backward pass stores the gradient in the field `grad` of this tensor.
-    `optimizers.puzzle_table` then sums the gradients of each identifier over slots and ranks, and updates
-    only the rows that were used. The update is sign SGD with weight decay:
+    A dataset gives each puzzle an identifier, which several puzzles may share. In training mode, the result
+    of a call requires a gradient. `pop_gradients` returns the gradients of all calls, and
+    `optimizers.puzzle_table` uses them to update the vectors. `weights` is a buffer, not a parameter, because
+    a training step uses only a few of its rows.
 
-        row = (1 - puzzle_emb_lr * puzzle_emb_weight_decay) * row - puzzle_emb_lr * sign(gradient)
-
-    weights: The rows, float32 [num_puzzle_identifiers, ndim], initially 0. If ranks divide the table among
-    themselves (puzzle_emb_sharding=rows), calls read rows that were fetched before (`read_from`).
+    Attributes:
+        weights: The vectors, float32 [num_puzzle_identifiers, ndim], initially 0. If ranks divide the table
+            (puzzle_emb_sharding=rows), only those of this rank. Calls then read the vectors that `read_from`
+            got.
     """
 
     weights_name: ClassVar[str] = "puzzle_emb.weights"  # name in the state dict of a network
@@ -34,19 +40,18 @@ class PuzzleEmbedding(nn.Module):
         self._fetched: tuple[Tensor, Tensor] | None = None
 
     def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
-        """Gives this rank the embeddings that its next batches need, if `weights` holds only a part of the
-        table.
+        """Sets the vectors that the next calls look up, if ranks divide the table.
 
-        Later calls of the module look up each puzzle identifier in `identifiers`, and return its row of
-        `rows`. They may get no other identifiers. rows: Embeddings, [n, width of an embedding]. identifiers:
-        Puzzle identifier of each row, int64 [n], ascending.
+        Until the next `read_from`, calls may only get these identifiers.
+
+        identifiers: Puzzle identifiers, int64 [n], ascending. rows: Their vectors, [n, ndim].
         """
         self._fetched = identifiers, rows
 
     def forward(self, identifiers: Tensor) -> Tensor:
-        """Returns the rows of `identifiers` [batch]: float32 [batch, ndim].
+        """Returns the vectors of a batch of puzzle identifiers, float32 [batch, ndim].
 
-        In training mode, if gradients are enabled, the result requires a gradient. The object then stores a
+        In training mode, if gradients are enabled, the result requires a gradient. The module then stores a
         reference to the result until the next `pop_gradients`.
         """
         rows = self._look_up(identifiers)
@@ -64,9 +69,10 @@ class PuzzleEmbedding(nn.Module):
         return rows[positions]
 
     def pop_gradients(self) -> tuple[Tensor, Tensor]:
-        """Returns the identifiers [n] and gradients [n, ndim] of all calls since the last `pop_gradients`.
+        """Returns the gradients of the calls since the last `pop_gradients`, and forgets them.
 
-        An identifier may occur several times. Both tensors are empty if no call got a gradient.
+        The result is (identifiers [n], gradients [n, ndim]). An identifier may occur several times. If no
+        call got a gradient, both tensors are empty.
         """
         used = [(identifiers, rows.grad) for identifiers, rows in self._used if rows.grad is not None]
         self._used.clear()

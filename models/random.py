@@ -35,29 +35,33 @@ STD_AFTER_CUT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * 
 
 
 def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
-    """Returns `count` uniform random numbers in [0, 1) for a training step, float64 [count], on the host.
+    """Returns uniform random numbers in [0, 1) for a training step: float64 [count].
 
-    The result for a smaller `count` is the beginning of the result for a larger one.
+    The same seed and step give the same numbers. With a smaller `count`, the result is the beginning of the
+    result with a larger one. Runs on the host.
     """
     generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
+# Small numbers may be added to a key, if several keys are needed.
 def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Returns a random key for each position of the global batch of a training step: int64 [batch_size].
+    """Returns a random key for each position of the global batch: int64 [batch_size].
 
-    Keys are in [0, 2**62). If several keys are needed, small numbers are added to a key.
+    The keys are in [0, 2**62). The same seed and step (number of the training step) give the same keys. Runs
+    on the host.
     """
     generator = np.random.Philox(key=_KEYS_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(batch_size) >> np.uint64(2)).astype(np.int64)
 
 
 def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
-    """Returns `count` uniform integers from 0 to 2**32 - 1 for each key: int64 [n, count].
+    """Returns `count` uniform integers in [0, 2**32) for each key: int64 [n, count].
 
-    The result for a smaller `count` is the beginning of the result for a larger one.
+    The same key and stream give the same integers. With a smaller `count`, the result is the beginning of the
+    result with a larger one.
 
-    keys: int64 [n], not negative. stream: Different values give independent numbers for the same keys.
+    keys: int64 [n], not negative. stream: Different values give independent integers for the same keys.
     """
     blocks = torch.arange(-(-count // 4), device=keys.device)
     zeros = torch.zeros_like(blocks)
@@ -66,12 +70,15 @@ def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) -> tuple[Tensor, ...]:
-    """Returns the output of Philox4x32-10: four int64 tensors of random numbers below 2**32.
+    """Computes the random number generator Philox4x32-10 (doi 10.1145/2063384.2063405).
 
-    counter: Four tensors of integers below 2**32. key: Two such tensors or integers. All of them broadcast.
-    Inside, products of up to 2**64 may make int64 values negative. This is harmless, because only their lower
-    and upper 32 bits are used.
+    Returns four int64 tensors of random integers below 2**32. The same arguments give the same result.
+
+    counter: Four tensors of integers below 2**32. key: Two such tensors or integers. All of them are
+    broadcast.
     """
+    # Products of up to 2**64 may make int64 values negative. This is harmless, because only their lower and
+    # upper 32 bits are used.
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
@@ -85,16 +92,16 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) 
 
 @dataclasses.dataclass(frozen=True)
 class SlotRng:
-    """The source of random numbers for one thinking step of some slots (positions of the batch).
+    """A source of random numbers for one call of the model on some batch positions.
 
-    Every sampling method has an argument `use`, the name of a purpose. Different names give independent
-    numbers. The same name gives the same numbers again.
+    Each batch position has its own numbers. Every sampling method has an argument `use`, a text that names
+    the purpose, such as "hints". Different texts give independent numbers. The same text gives the same
+    numbers again.
 
     Attributes:
-        key: 64 bits, from the seed.
-        counters: int64 [batch, 2], below 2**32 each, different for every step and slot.
-        arrays: Numbers that were sampled on the host, {name: [batch, ...]}. They are the rows of these slots
-            in the result of `Network.sample_randomness`.
+        key: Integer of 64 bits, from the seed of the run.
+        counters: int64 [batch, 2], below 2**32. Different for every step and batch position.
+        arrays: Numbers that `Network.sample_randomness` sampled on the host, {name: [batch, ...]}.
     """
 
     key: int
@@ -105,63 +112,71 @@ class SlotRng:
     def of_training(
         cls, seed: int, *, step: int, slots: range, device: torch.device, **arrays: Tensor
     ) -> SlotRng:
-        """Returns the source of random numbers for some slots in a training step.
+        """Creates the source of random numbers of a training step.
 
-        step: Number of the training step. slots: Indices of the slots (positions) in the global batch.
-        arrays: Rows of these slots in the result of `Network.sample_randomness`.
+        step: Number of the training step. slots: Positions in the global batch that this source is for.
+        arrays: Results of `Network.sample_randomness` for these positions.
         """
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)
 
     @classmethod
     def of_evaluation(cls, seed: int, *, rows: Tensor, samples: Tensor, steps: Tensor) -> SlotRng:
-        """Returns the source of random numbers for a thinking step in evaluation.
+        """Creates the source of random numbers of one call of the model in an evaluation.
 
-        The numbers are independent of those of training.
+        Its numbers are independent of those of training.
 
-        rows: Index of each example in its test set, int64 [batch]. samples: Number of the run of this
-        example, from 0, int64 [batch]. steps: Number of the thinking step, from 1, int32 [batch].
+        rows: Index of each example in its test set, int64 [batch]. samples: If an example is evaluated
+        several times, the number of the repetition, from 0, int64 [batch]. steps: How many calls the example
+        has had, with this one, int32 [batch].
         """
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))
 
     def __getitem__(self, slots: slice | Tensor) -> SlotRng:
-        """Returns the source for some slots (positions of the batch). slots: Slice, or indices int64 [n]."""
+        """Returns the source of random numbers for some of its batch positions.
+
+        slots: Batch positions, as a slice or as indices (int64 [n]).
+        """
         arrays = {name: array[slots] for name, array in self.arrays.items()}
         return SlotRng(self.key, self.counters[slots], arrays)
 
     def normal(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns standard normal numbers for the purpose `use`: float32 [batch, *shape], in [-5.2, 5.2]."""
+        """Returns standard normal numbers: float32 [batch, *shape], in [-5.2, 5.2].
+
+        use: Any text. Different texts give independent numbers.
+        """
         return math.sqrt(2) * torch.erfinv(self._symmetric(shape, use))
 
     def truncated_normal(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns random numbers from a truncated normal distribution: float32 [batch, *shape].
+        """Returns numbers from a truncated normal distribution: float32 [batch, *shape].
 
         A normal distribution is cut at 2 of its standard deviations, then scaled to standard deviation 1. So
-        the numbers are in [-2.28, 2.28]. use: Any text that names the purpose. Other texts give independent
-        numbers, the same text gives the same numbers again.
+        the numbers are in [-2.28, 2.28].
+
+        use: Any text. Different texts give independent numbers.
         """
         return math.sqrt(2) / STD_AFTER_CUT * torch.erfinv(_SHARE * self._symmetric(shape, use))
 
     def uniform(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns uniform numbers between 0 and 1 for the purpose `use`: float32 [batch, *shape].
+        """Returns uniform numbers in (0, 1): float32 [batch, *shape].
 
-        They are never exactly 0 or 1.
+        use: Any text. Different texts give independent numbers.
         """
         return (self._symmetric(shape, use) + 1) / 2
 
     def integers(self, shape: Sequence[int], *, below: int, use: str) -> Tensor:
-        """Returns uniform integers from 0 to below - 1, for the purpose `use`: int64 [batch, *shape].
+        """Returns uniform integers from 0 to below - 1: int64 [batch, *shape].
 
-        below: At most 2**23.
+        below: At most 2**23. use: Any text. Different texts give independent numbers.
         """
         return ((2 * self._bits(shape, use) + 1) * below) >> 24
 
+    # Uniform between -1 and 1: odd multiples of 2**-23, exact in float32.
     def _symmetric(self, shape: Sequence[int], use: str) -> Tensor:
-        """Returns uniform [batch, *shape] between -1 and 1: odd multiples of 2**-23, exact in float32."""
         return (self._bits(shape, use).float() + 0.5) * 2.0**-22 - 1
 
+    # Uniform integers below 2**23.
     def _bits(self, shape: Sequence[int], use: str) -> Tensor:
-        """Returns uniform integers below 2**23: int64 [batch, *shape]."""
         size = math.prod(shape)
         blocks = torch.arange(-(-size // 4), device=self.counters.device)[None]
         name = torch.tensor([[zlib.crc32(use.encode())]], device=self.counters.device)

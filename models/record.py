@@ -17,34 +17,34 @@ from models.network import Network
 
 
 class Call(NamedTuple):
-    """One call of a module, or the value of a state after a call of a level.
+    """A recorded call of a module, or a recorded value of a hidden state.
 
     Attributes:
-        name: Name of the module in the network, such as L_level.layers.0.mlp, or of the state, such as z_H.
-        output: Copy of the module's output, or of the state, [batch, positions, hidden]. The state includes
-            damping and noise.
-        steps: Number of the thinking step of each slot, from 1: int32 [batch].
-        rows: Index of each slot's puzzle in its set, int64 [batch]. -1: padding. With several samples,
-            index * samples + sample. 0 for the puzzle of `solve`.
-        cycle: Number of the H cycle in the thinking step, from 1. 1 if the model has no H cycles.
-        call: Number of the call of a level in the cycle, from 1. Calls of all levels are counted together. If
-            the module runs outside of a level, it is the number of the previous call of a level, or 0.
-        network: The network. `network.answer(output)` applies the output heads to z_H.
+        name: Name of the module in the network, such as "L_level.layers.0.mlp", or of the state, such as
+            "z_H".
+        output: Copy of the output of the module, or of the state, [batch, positions, hidden].
+        steps: Number of the call of the network on each puzzle, from 1, int32 [batch].
+        rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding.
+        cycle: Number of the H cycle (outer loop) in the call of the network, from 1. 1 if the model has no H
+            cycles.
+        call: Number of the call of a stack of blocks in the cycle, from 1. All stacks are counted together.
+            If the module is not in a stack, the number of the previous call of a stack, or 0.
+        network: The network. `network.answer(output)` applies its output layers to the state z_H.
     """
 
     name: str
-    output: Any
+    output: Any  # a state includes damping and noise
     steps: Tensor
-    rows: Tensor
+    rows: Tensor  # with several samples, index * samples + sample. 0 for the puzzle of `solve`
     cycle: int
     call: int
     network: Network
 
     @property
     def step(self) -> int:
-        """Returns the number of the thinking step, from 1.
+        """Returns the number of the call of the network, from 1.
 
-        Raises ValueError if the slots (positions of the batch) are at different steps, as with halting=act.
+        Raises ValueError if it differs among the puzzles of the batch, as with halting=act.
         """
         if (self.steps != self.steps[0]).any():
             raise ValueError(
@@ -55,14 +55,13 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
-    """Records a model in evaluation mode while the block runs. Yields the list that receives the calls.
+    """Context manager that records calls of modules of a model in evaluation mode.
 
-    The calls are in the order in which they end. Every output stays in memory. Only thinking steps in the
-    thread of the block are recorded.
+    Yields a list, to which each call is added when it ends. Only calls in the current thread are recorded.
+    The list keeps all outputs in memory.
 
-    A network changes a state by calls of a level. The recorded value of a state after a call is the value
-    that the next call for this state reads. After the last call of a thinking step, it is the value that the
-    network returns.
+    A hidden state is recorded after each call of a stack of blocks that changes it. The recorded value is the
+    one that the next call reads or, after the last call, the one that the network returns.
 
     Args:
         model: `HaltingModel` or its network, or the result of `solve.load`.
@@ -70,7 +69,8 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
             "L_level.layers.0.*".
 
     Raises:
-        ValueError: The model is compiled, no state or module has one of the names, or no thinking step ran.
+        ValueError: The model is compiled, no state or module has one of the names, or the network was not
+            called.
     """
     network = getattr(model, "network", model)
     if isinstance(network, Network):
@@ -92,7 +92,7 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
 
 
 class _Recorder:
-    """The hooks of `record`. They run before and after the call of every module.
+    """The forward hooks of `record`, called before and after each call of a module.
 
     network: The network to record. If None, every network. names: As in `record`.
     """
@@ -132,8 +132,8 @@ class _Recorder:
             self._now = None
             self._end_step(module, args[0], output[0])
 
+    # Adds the recorded calls of a thinking step to the list. old, new: State before and after the step.
     def _end_step(self, network: Network, old: State, new: State) -> None:
-        """Adds the recorded calls of a thinking step to the list. old, new: State before and after it."""
         self.num_steps += 1
         num_calls = len(self._inputs)
         per_cycle = num_calls // self._num_cycles if num_calls % self._num_cycles == 0 else num_calls
@@ -163,12 +163,8 @@ class _Recorder:
             self.calls.append(Call(name, output, steps, rows, **of))
 
 
+# The modules that match one of the patterns in `names`. Names that start with "z_" are states.
 def _names_of(network: Network, names: Sequence[str]) -> dict[nn.Module, str]:
-    """Returns {module: its name} of the modules that match one of the patterns in `names`.
-
-    Raises ValueError if the network is compiled, or if a pattern matches no module. Names that start with
-    "z_" are states, and match no module.
-    """
     if any(level.is_compiled for level in levels_of(network).values()):
         raise ValueError("cannot record a compiled model. Load it again, and do not compile it.")
     modules = {name: module for name, module in network.named_modules() if name}

@@ -15,12 +15,12 @@ from models.network import Network
 
 
 class SearchView(NamedTuple):
-    """The state of a search on each puzzle, for display.
+    """What a search knows about each puzzle after a step, for display.
 
     Attributes:
         candidates: Tokens that are still possible in each cell, bool [batch, seq_len, vocab].
-        guess: Cell in which the last step guessed a value, int16 [batch]. If the step did not guess, it is
-            NO_GUESS. If the step reset the board to its start, it is RESET.
+        guess: Cell in which the last step guessed a value, int16 [batch]. NO_GUESS (-1) if it did not guess.
+            RESET (-2) if it restored the initial candidates.
     """
 
     candidates: Tensor
@@ -31,14 +31,14 @@ NO_GUESS, RESET = -1, -2
 
 
 class Search(Network):
-    """The base class of networks that search in evaluation.
+    """The base class of networks that search for an answer in an evaluation.
 
-    If the search finds no answer within the largest number of steps, the puzzle is undecided. If several
-    samples of a puzzle run, the sample that halts first gives the answer. Every thinking step needs random
-    numbers (`SlotRng`).
+    Each call of the network is one step of the search. If the search finds no answer within the largest
+    number of calls, the puzzle is undecided. If several samples of a puzzle run, the answer is that of the
+    first one to finish. Every call needs random numbers (`SlotRng`).
 
     Attributes:
-        of_data: Names of the tensors of a checkpoint that describe the training data, and are not learned.
+        of_data: Names of the tensors in a checkpoint that describe the training data.
     """
 
     is_search: ClassVar[bool] = True
@@ -47,19 +47,19 @@ class Search(Network):
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
-        """Returns a copy of a dataset's metadata, with the facts about the training data from a checkpoint.
+        """Adds facts about the training data to the metadata of a dataset. Returns a copy.
 
-        weights: State dict of a trained network. Its tensors with names in `of_data` contain these facts.
+        weights: State dict of a trained network. The tensors with names in `of_data` contain the facts.
         """
         raise NotImplementedError
 
     def view(self, state: State) -> SearchView:
-        """Returns the tokens that are still possible in each cell, and the last guess, for display.
+        """Returns the possible tokens of each cell, and the last guess, for display.
 
-        state: State of the network, after a thinking step.
+        state: State of the network after a call.
         """
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Returns the constants, as JSON values, with which a web page runs the search (share/browser.py)."""
+        """Returns the constants that a web page needs to run the search, as JSON values."""
         raise NotImplementedError

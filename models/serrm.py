@@ -39,13 +39,16 @@ _NUM_SPECIAL = 2
 
 
 class AxialBlock(nn.Module):
-    """A post-norm block on h, [batch, symbols, positions, hidden].
+    """A post-norm transformer block on h, [batch, symbols, positions, hidden].
 
-        h = rms(h + attn(h))    attention over the positions, for each symbol
-        h = rms(h + attn_t(h))  attention over the symbols, at each position
-        h = rms(h + mlp(h))
+        h = rms_norm(h + attn(h))    attention over the positions, for each symbol
+        h = rms_norm(h + attn_t(h))  attention over the symbols, at each position
+        h = rms_norm(h + mlp(h))
 
-    number: Index of this block in the level. It gives each block different random numbers for dropout.
+    `forward` takes h, the table of rotary position embeddings or None, and a random key of each batch
+    position for the dropout, int64 [batch], or None for no dropout.
+
+    number: Index of this block in the network. It gives each block different zeros of the dropout.
     """
 
     def __init__(self, arch: SERRMConfig, *, number: int):
@@ -56,12 +59,6 @@ class AxialBlock(nn.Module):
         self.eps, self.dropout, self.number = arch.rms_norm_eps, arch.dropout, number
 
     def forward(self, h: Tensor, rotary: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Applies attention over the positions, attention over the symbols, then the MLP.
-
-        Returns a tensor in the shape of `h`: [batch, symbols, positions, hidden]. rotary: Table of rotary
-        positions, or None. keys: An integer for each batch entry that determines its dropout, int64 [batch].
-        If None, there is no dropout.
-        """
         along_cells, along_symbols = (
             None if keys is None else Dropout(keys, 2 * self.number + axis, self.dropout) for axis in (0, 1)
         )
@@ -73,23 +70,21 @@ class AxialBlock(nn.Module):
 
 
 class SERRM(Network):
-    """The network of SE-RRM. A slot keeps one state between thinking steps, z_H.
+    """The network of SE-RRM (arXiv 2603.02193), with a hidden vector for each symbol and cell.
 
-    One thinking step, with the embedded puzzle e and the level L (a stack of `L_layers` axial blocks):
+    A symbol is a token that a cell may contain. One call of the network, with the embedded puzzle e and a
+    stack L of `AxialBlock` modules:
 
         H_cycles x L_cycles times:  z_H = L(z_H + e)
         logits = lm_head(z_H at the cells)
         q_halt = minimum over the cells of log(p / (1 - p)), with the probability p of the most likely symbol
 
-    By default (config/arch/serrm.yaml), a thinking step has 3 x 6 calls of a level of 2 blocks. e and z_H are
-    [batch, symbols, positions, hidden] in the forward dtype. The positions are the cells (seq_len), then
-    `add_tokens` learned positions.
+    The hidden state z_H and e are [batch, symbols, positions, hidden] in the dtype of the activations. The
+    positions are the cells, then `add_tokens` learned positions. By default, H_cycles is 3, L_cycles is 6,
+    and the stack has 2 blocks.
 
-    Gradient: All calls in the last `gradient_cycles` H cycles have gradient, by default in the last one. If
-    gradient_cycles is 0, only the last call has gradient. q_halt and the new state have no gradient.
-
-    Halting (`wants_to_halt`): In training, a slot halts with probability halt_exploration_prob in each step.
-    In evaluation, it halts if all cells have p > 1/2.
+    All calls of L in the last `gradient_cycles` H cycles have gradient, by default in the last one. If
+    gradient_cycles is 0, only the last call has gradient. q_halt and the returned state are detached.
     """
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata):
@@ -155,11 +150,8 @@ class SERRM(Network):
         return {"z_H": z_H.detach()}, Prediction(logits, q_halt, None)
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns for each slot (position of the batch) whether the model wants to halt: bool [batch].
-
-        In training mode, `sample_randomness` has chosen these slots at random. In evaluation mode, a slot
-        wants to halt if q_halt > 0.
-        """
+        # In training, `sample_randomness` has chosen the slots that halt. In evaluation, a slot halts if all
+        # cells have p > 1/2.
         if not self.training:
             return prediction.q_halt > 0
         never = torch.zeros_like(prediction.q_halt, dtype=torch.bool)
@@ -168,31 +160,26 @@ class SERRM(Network):
     def sample_randomness(
         self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
     ) -> dict[str, np.ndarray]:
-        """Samples random numbers of a training step on the host: {name: array [batch_size]}.
-
-        "stops", bool: whether the slot (position of the global batch) halts. "keys", int64: random keys for
-        dropout. An array is missing if it is not needed.
-        """
         arrays = {}
         if self.arch.halt_exploration_prob and reasoning.max_steps > 1:
             uniform = sample_uniform(seed=seed, step=step, count=batch_size)
-            arrays["stops"] = uniform < self.arch.halt_exploration_prob
+            arrays["stops"] = uniform < self.arch.halt_exploration_prob  # which slots halt
         if self.arch.dropout:
-            arrays["keys"] = sample_keys(seed=seed, step=step, batch_size=batch_size)
+            arrays["keys"] = sample_keys(seed=seed, step=step, batch_size=batch_size)  # for dropout
         return arrays
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Returns the embedded puzzle e, [batch, symbols, positions, hidden].
+        """Returns the embedded puzzle, [batch, symbols, positions, hidden].
 
-        For a cell that contains symbol s, e[:, s, cell] is sqrt(symbols) * (learned vector of s), and the
-        vectors of all other symbols at this cell are 0.
+        For a cell that contains symbol s, entry s is sqrt(symbols) * (learned vector of s), and the entries
+        of all other symbols are 0. Then the embeddings of positions and puzzle are added, if the config has
+        them.
 
-        Then position embeddings (with pos_encodings=learned) and the puzzle embedding are added. The puzzle
-        embedding has hidden_size + symbols numbers. The first hidden_size numbers are a vector that is added
-        for every symbol and cell. Each other number belongs to one symbol, and is added to all hidden_size
-        entries of its vectors.
+        The puzzle embedding has hidden + symbols numbers. The first part is a vector that is added for every
+        symbol and cell. The second part has a number for each symbol, which is added to all hidden entries of
+        the symbol.
 
-        After the cells come more positions with learned vectors. The key `add_tokens` is their number.
+        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
         """
         if self.is_equivariant:
             symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)
@@ -213,30 +200,20 @@ class SERRM(Network):
             e = torch.cat((e, added.to(self.dtype).expand(e.shape[0], -1, -1, -1)), dim=2)
         return e
 
+    # special: Vectors of symbols 0 and 1, [1, 2, ...]. ordinary: That of all other symbols, [1, 1, ...].
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
-        """Returns the vectors of all symbols: [1, symbols, positions, hidden].
-
-        special: Vectors of symbols 0 and 1, [1, 2, ...]. ordinary: Those that all others share, [1, 1, ...].
-        """
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 
 
-def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
-    """Returns the rotary angles of the cells, [seq_len, head_dim / 2].
-
-    Raises ValueError if pos_encodings is rope2d, but the puzzles are not grids.
-    """
+def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:  # [seq_len, head_dim / 2]
     if arch.pos_encodings == "rope":
         return rotary_angles(metadata.seq_len, arch.head_dim, base=arch.rope_theta)
     num_columns = columns_of(metadata, needed_by="arch.pos_encodings=rope2d")
     return grid_angles(metadata.seq_len, num_columns, arch.head_dim, base=arch.rope_theta)
 
 
+# log(p / (1 - p)) of the least certain cell, [batch]. p is the probability of the cell's most likely symbol.
 def _least_confidence(logits: Tensor) -> Tensor:
-    """Returns q_halt, float32 [batch]: log(p / (1 - p)) of the least certain cell.
-
-    p is the probability of the most likely symbol of the cell. logits: float32 [batch, cells, symbols].
-    """
     largest, best = logits.max(dim=-1, keepdim=True)
     others = logits.scatter(-1, best, -torch.inf).logsumexp(dim=-1)
     return (largest.squeeze(-1) - others).amin(dim=-1)

@@ -16,9 +16,10 @@ from models.random import SlotRng
 
 
 class Transformer(TokenNetwork):
-    """The baseline network: a stack of `num_layers` blocks. It has no state and only one thinking step.
+    """A transformer that answers in one forward pass, without a hidden state between calls.
 
-    Checkpoints contain the buffers H_init and L_init. The network does not use them.
+    It is a stack of `num_layers` blocks, followed by the output layers. Checkpoints contain the buffers
+    H_init and L_init, which the network does not use.
     """
 
     def __init__(self, arch: TransformerConfig, metadata: Metadata):

@@ -37,30 +37,26 @@ from models.random import SlotRng
 
 
 class TRM(TokenNetwork):
-    """The network of TRM. Each puzzle of the batch has two states, z_H and z_L (y and z in the paper).
+    """The network of TRM (arXiv 2510.04871). Each puzzle has two hidden states, z_H and z_L.
 
-    The next thinking step continues from the states of the previous one.
-
-    One thinking step:
+    One call of the network (a thinking step):
 
         H_cycles times:
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = L(z_H, z_L)
-        logits = lm_head(z_H), without the puzzle positions
+        logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    e is the embedded puzzle. L(z, x) applies the level, a stack of `L_layers` transformer blocks, to the sum
-    z + x. By default, H_cycles is 3, L_cycles is 6, and the level has 2 blocks. By default, q_continue is
-    ignored. The loss and the halting rule use it if no_ACT_continue=false.
+    e is the embedded puzzle. L(z, x) applies a stack of `L_layers` transformer blocks to the sum z + x. By
+    default, H_cycles is 3, L_cycles is 6, and the stack has 2 blocks. q_halt decides when the model stops
+    working on a puzzle. q_continue has no effect by default. The paper calls z_H y, and z_L z.
 
-    Shapes: e, z_H, z_L and the result of every call are [batch, positions, hidden] in the forward dtype. The
-    positions are those of the puzzle embedding (`arch.puzzle_emb_len`, by default 16), then the cells
-    (seq_len).
+    e, z_H and z_L are [batch, positions, hidden] in the dtype of the activations. The first positions contain
+    the puzzle embedding (by default 16 positions). The cells (tokens) of the puzzle follow.
 
-    Gradient: All calls in the last `gradient_cycles` H cycles have gradient (by default 1: the last H cycle).
-    If gradient_cycles is 0, only the last call for z_L and the last call for z_H have gradient, as in HRM.
-    `embed` and the heads always have gradient. The new state is detached, so no gradient flows into the
-    previous thinking step.
+    All calls of L in the last `gradient_cycles` H cycles have gradient (by default in the last one). If
+    gradient_cycles is 0, only the last call for each state has gradient, as in HRM. The embeddings and the
+    heads always have gradient. The returned states are detached.
     """
 
     def __init__(self, arch: TRMConfig, metadata: Metadata):

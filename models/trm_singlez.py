@@ -16,9 +16,9 @@ from models.random import SlotRng
 
 
 class TRMSingleZ(TokenNetwork):
-    """The network of TRM with one state, z_H, which a slot keeps between thinking steps.
+    """The network of TRM (arXiv 2510.04871) with one hidden state z_H instead of two.
 
-    One thinking step, with the embedded puzzle e and the level L (a stack of `L_layers` transformer blocks):
+    One call of the network, with the embedded puzzle e and a stack L of `L_layers` transformer blocks:
 
         H_cycles times:
             L_cycles times:  z_H = L(z_H + e)
@@ -26,7 +26,8 @@ class TRMSingleZ(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    The shapes and the calls with gradient are the same as in `models.trm.TRM`.
+    q_halt decides when the model stops working on a puzzle. The shapes and the calls with gradient are the
+    same as in `models.trm.TRM`.
     """
 
     def __init__(self, arch: TRMSingleZConfig, metadata: Metadata):

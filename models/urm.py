@@ -17,10 +17,11 @@ from models.random import SlotRng
 
 
 class ConvSwiGLU(nn.Module):
-    """A SwiGLU with a depthwise convolution over the positions: down(silu(conv(silu(gate) * up))).
+    """A gated MLP with a convolution: down(silu(conv(silu(gate) * up))).
 
-    conv(u)[p] = w0 u[p - 1] + w1 u[p] + bias, with u[-1] = 0. The positions p are those of the puzzle
-    embedding, then the cells.
+    gate and up are the two halves of gate_up_proj(x). x is [batch, positions, width]. conv is a depthwise
+    convolution over the positions. With u = silu(gate) * up, its output at position p is w0 u[p - 1] + w1
+    u[p] + bias, with u[-1] = 0.
     """
 
     def __init__(self, width: int, *, expansion: float):
@@ -38,22 +39,22 @@ class ConvSwiGLU(nn.Module):
 
 
 class URM(TokenNetwork):
-    """The network of URM. A slot keeps one state between thinking steps, z_H.
+    """The network of URM (arXiv 2512.14693). The same blocks update one hidden state repeatedly.
 
-    One thinking step, with the embedded puzzle e and the level L (a stack of `L_layers` transformer blocks):
+    One call of the network, with the embedded puzzle e and a stack L of `L_layers` transformer blocks:
 
         H_cycles x L_cycles times:  z_H = L(z_H + e)
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    By default (config/arch/urm.yaml), a thinking step has 2 x 6 calls of a level of 4 blocks.
+    By default, H_cycles is 2, L_cycles is 6, and the stack has 4 blocks. q_halt decides when the model stops
+    working on a puzzle. q_continue has no effect by default.
 
-    Shapes: e and z_H are [batch, positions, hidden] in the forward dtype. The positions are those of the
-    puzzle embedding (by default 1), then the cells (seq_len).
+    e and z_H are [batch, positions, hidden] in the dtype of the activations. The first positions contain the
+    puzzle embedding (by default 1 position). The cells (tokens) of the puzzle follow.
 
-    Gradient: All calls in the last `gradient_cycles` H cycles have gradient, by default in the last one. If
-    gradient_cycles is 0, only the last call has gradient. The new state is detached, so no gradient flows
-    into the previous thinking step.
+    All calls of L in the last `gradient_cycles` H cycles have gradient (by default in the last one). If
+    gradient_cycles is 0, only the last call has gradient. The returned state is detached.
     """
 
     def __init__(self, arch: URMConfig, metadata: Metadata):

@@ -36,15 +36,18 @@ def adam_atan2_(
     beta2: float,
     atan2_sqrt: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Applies one AdamATan2 update to parameter p and moments m, v in place. All are float32, of one shape.
+    """Applies one AdamATan2 update to a parameter and its moments, in place.
 
-        p *= 1 - lr wd;  m = lerp(m, g, 1 - b1);  v = lerp(v, g^2, 1 - b2)
+        p *= 1 - lr wd
+        m = lerp(m, g, 1 - b1)
+        v = lerp(v, g^2, 1 - b2)
         p -= lr / (1 - b1^t) * atan2(m, sqrt(v / (1 - b2^t)))
 
-    Here g is the gradient, lr the learning rate, wd the weight decay, and t = 1, 2, ... counts the updates.
+    p is the parameter, g the gradient, and m and v are the moments. All are float32 tensors of the same
+    shape. lr is the learning rate, wd the weight decay, and t = 1, 2, ... the number of the update.
 
     shrink: 1 - lr wd. rate: lr / (1 - b1^t). correction: 1 / (1 - b2^t). beta1, beta2: b1 and b2. atan2_sqrt:
-    Function (y, x) -> atan2(y, sqrt(x)). `short_atan2_sqrt` is for compiled code.
+    Function of (y, x) that returns atan2(y, sqrt(x)).
     """
     parameter.mul_(shrink)
     first_moment.lerp_(gradient, 1 - beta1)
@@ -53,17 +56,17 @@ def adam_atan2_(
 
 
 def atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
-    """Returns atan2(y, sqrt(x)), float32, elementwise, for x >= 0."""
     return torch.atan2(y, x.sqrt())
 
 
 def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
-    """Returns atan2(y, sqrt(x)) for x >= 0, computed with a polynomial. For compiled kernels.
+    """Returns atan2(y, sqrt(x)) for each element, for x >= 0, computed with a polynomial.
 
-    The error is at most 2 units in the last place, unless y^2 underflows. On a CPU, torch.atan2 takes twice
-    as long as all memory access of an update, and this function has no branches. It computes the tangent of
-    half the angle, y / (sqrt(x) + sqrt(x + y^2)), then the polynomial gives the angle.
+    In compiled code on a CPU, it is faster than torch.atan2. The error is at most 2 units in the last place,
+    unless y^2 underflows.
     """
+    # On a CPU, torch.atan2 takes twice as long as all memory access of an update. This code has no branches.
+    # It computes the tangent of half the angle, then the polynomial gives the angle.
     tangent = y / (x.sqrt() + (x + y * y).sqrt() + _TINY)  # 0 / 0 is 0
     tangent = tangent.clamp(-1, 1)  # it is larger if y^2 underflows
     square = tangent * tangent
@@ -74,15 +77,14 @@ def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 
 
 class AdamATan2(torch.optim.Optimizer):
-    """The AdamATan2 optimizer with decoupled weight decay.
+    """The AdamATan2 optimizer (arXiv 2407.05872) with decoupled weight decay.
 
-    If ranks divide the update of the weights, it updates only the part of this rank. Parameters that need no
-    gradient do not change. The parameter group's `step` counts the updates.
+    It is Adam with arctan2 in place of the division with epsilon. If ranks divide the update of the weights,
+    it updates only the part of this rank. Parameters that need no gradient do not change.
 
-    flat: Flat buffers: tensors with the values of all weights and of all gradients. names: Names of the
-    parameters to update. If None, all.
-    compiler_options: Options of torch.compile for a compiled kernel. The first step then takes seconds
-    longer. If None, the update runs op by op.
+    flat: Object that stores the values of all parameters in one tensor, and all gradients in another. names:
+    Names of the parameters to update. If None, all. compiler_options: Options of torch.compile for the
+    update. If None, the update is not compiled.
     """
 
     def __init__(
@@ -134,24 +136,16 @@ class AdamATan2(torch.optim.Optimizer):
                 self._kernel(*tensors, **factors, beta1=beta1, beta2=beta2, atan2_sqrt=short_atan2_sqrt)
 
 
+# Without a compiled kernel. On a CPU, a chunk fits into the cache, so only the first operation on a chunk
+# reads from memory. tensors: Parameter, gradient and both moments, [n] each.
 def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
-    """Calls `adam_atan2_` without a compiled kernel.
-
-    On a CPU, it makes one call for each chunk of the tensors. A chunk fits into the cache, so only the first
-    operation on a chunk reads from memory.
-
-    tensors: Parameter, gradient and both moments, [n] each. factors: Other arguments of `adam_atan2_`.
-    """
     (length,) = tensors[0].shape
     size = _CHUNK if tensors[0].device.type == "cpu" else length
     for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
         adam_atan2_(*chunk, **factors, atan2_sqrt=atan2_sqrt)
 
 
+# If the factors were Python floats, torch.compile would compile the kernel again for every new value.
 def _as_tensors(factors: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-    """Converts the factors of an update to float32 scalars on the device.
-
-    If they were Python floats, torch.compile would compile the kernel again for every new value.
-    """
     values = torch.tensor(list(factors.values()), pin_memory=device.type == "cuda")
     return dict(zip(factors, values.to(device, non_blocking=True), strict=True))

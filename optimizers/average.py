@@ -2,7 +2,7 @@
 
 After every step: average = rate * average + (1 - rate) * weight. The average starts as the initial weights.
 Their coefficient is rate^t after t steps, or 0 with bias correction (as Adam's, arXiv 1412.6980, section 3).
-Puzzle embeddings have another class (`optimizers.puzzle_table.RowAverage`).
+Puzzle embeddings have another class (`optimizers.puzzle_table_average.RowAverage`).
 
 Every rank keeps the averages of a range of the flat buffers in which it has updated weights. An update
 therefore sends nothing, and almost nothing is computed twice. Only the use of averages needs messages.
@@ -24,45 +24,51 @@ _FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the in
 
 
 class Average:
-    """A moving average (EMA) of weights. This base class is for a run without EMA: its methods do nothing."""
+    """A moving average (EMA) of the weights of a model. Evaluations use it.
+
+    The methods of this base class do nothing. It is for runs without a moving average.
+    """
 
     def reset_to_weights(self) -> None:
         """Sets the averages to the current weights, as at the start of a run."""
 
     def update(self, steps: range) -> None:
-        """Updates the averages with the current weights, once for each training step in `steps`.
+        """Adds the current weights to the averages, once for each training step in `steps`.
 
-        steps: Numbers of consecutive steps, from 1. Usually only one. With local_steps > 1, the weights of
-        all ranks are known only every few steps, and then count for all these steps.
+        steps: Numbers of consecutive training steps, from 1. Usually only one. With local_steps > 1, ranks
+        train separately, and merge their weights every few steps. The merged weights then count for all these
+        steps.
         """
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Updates the averages of some puzzle embeddings with their current values.
+        """Adds the current values of some puzzle embeddings to their averages.
 
         Call it before training step `step` (from 1) changes these embeddings.
 
-        identifiers: int64 [n], numbers of the embeddings.
+        identifiers: Numbers of the embeddings, int64 [n].
         """
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
-        """Context manager in which the model's weights are replaced by their averages. For evaluations.
+        """Context manager that replaces the weights of the model by their averages.
 
-        After the block, the model has its own weights again. All ranks enter it together.
+        Use it for evaluations. On exit, it restores the weights. All ranks enter it together.
 
         step: Number of training steps done.
         """
         yield
 
     def values(self, *, step: int) -> Tensors:
-        """Returns the part of the averages that this rank holds, as {name of the weight: tensor or shard}.
+        """Returns the averages that this rank holds, as {name of the weight: tensor or shard}.
+
+        A shard is the part of a tensor that this rank holds.
 
         step: Number of training steps done.
         """
         return {}
 
     def tensors(self) -> Tensors:
-        """Returns the tensors that a checkpoint must contain, by name.
+        """Returns the tensors that a checkpoint contains, {name: tensor or shard}.
 
         Loading a checkpoint overwrites them in place.
         """
@@ -70,12 +76,12 @@ class Average:
 
 
 class DenseAverage(Average):
-    """Moving average (EMA) of the dense weights (all weights except puzzle embeddings), in float32.
+    """The moving average (EMA) of all weights except puzzle embeddings, in float32.
 
-    The averages are on the device of the weights. Each rank holds the averages of some of the weights.
+    Each rank holds the averages of some of the weights, on the device of the weights.
 
-    flats: Flat buffers: tensors with the values of many weights. rate: Factor of the old average in each
-    step, close to 1. corrects_bias: If True, the initial weights have coefficient 0 in the average.
+    flats: Objects that each store the values of many weights in one tensor. rate: Factor of the old average
+    in each step, close to 1. corrects_bias: If True, the initial weights have no influence on the average.
     """
 
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
@@ -103,8 +109,8 @@ class DenseAverage(Average):
         for averages, weights in self._pairs():
             averages.lerp_(weights, share)  # in one pass over memory
 
+    # (averages, weights) of each range of the weights that this rank averages.
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (averages, weights) for each range of the weights that this rank averages."""
         for flat, shard_buffers in zip(self._flats, self._averages, strict=True):
             for part, averages in zip(shard_buffers.ranges, shard_buffers.buffers, strict=True):
                 yield averages, flat.master_weights.at(part)
@@ -137,12 +143,12 @@ class DenseAverage(Average):
 def build_average(
     config: PretrainConfig, flats: Sequence[FlatParameters], *, total_steps: int | None
 ) -> Average:
-    """Returns the moving average of the dense weights (all except puzzle embeddings), as `ema` selects.
+    """Creates the moving average (EMA) of all weights except puzzle embeddings.
 
-    If the config key `ema` is null, the methods of the result do nothing. Warns if the run is too short for
-    the average.
+    If config.ema is None, its methods do nothing. Warns if the run is too short for the average.
 
-    flats: Tensors with the values of the weights. total_steps: Steps of the run. None if unknown.
+    flats: Objects that each store the values of many weights in one tensor. total_steps: Number of training
+    steps of the run. None if unknown.
     """
     if config.ema is None:
         return Average()
@@ -153,10 +159,12 @@ def build_average(
 
 
 def warn_of_long_average(rate: float, *, num_steps: int) -> None:
-    """Warns on rank 0 if a run is too short for a moving average with this rate and no bias correction.
+    """Warns on rank 0 if a moving average (EMA) is too long for a run.
 
-    The average then still contains much of the initial weights. Example: rate=0.999 averages over about 1000
-    steps. num_steps: Last step of this process.
+    The average then still contains much of the initial weights. Example: A rate of 0.999 averages over about
+    1000 steps. Do not call it for averages with bias correction.
+
+    num_steps: Last training step of this process.
     """
     if num_steps * (1 - rate) >= _FEW or not is_main():
         return

@@ -6,10 +6,11 @@ from config.schema import PretrainConfig
 
 
 def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
-    """Returns the learning rate of training step `step`, from 1 to `total_steps`.
+    """Returns the learning rate of a training step: linear warm-up, then cosine decay.
 
-    The rate rises linearly to `base` at step `warmup_steps`, then falls to base * min_ratio at the last step
-    (cosine).
+    The rate rises to `base` at step `warmup_steps`, then falls to base * min_ratio at step `total_steps`.
+
+    step: Number of the training step, from 1.
     """
     if step < warmup_steps:
         return base * step / warmup_steps
@@ -18,9 +19,9 @@ def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int,
 
 
 def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> dict[str, float]:
-    """Returns the learning rates of training step `step` (from 1), as {"lr": ..., "puzzle_emb_lr": ...}.
+    """Returns the learning rates of a training step: {"lr": ..., "puzzle_emb_lr": ...}.
 
-    total_steps: Number of steps of the run. The learning rates fall until this step.
+    step: Number of the training step, from 1. total_steps: Number of training steps of the run.
     """
     shape = {
         "warmup_steps": config.lr_warmup_steps,
@@ -33,10 +34,10 @@ def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> di
 
 
 def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
-    """Returns the highest value of each learning rate, as {"lr": ..., "puzzle_emb_lr": ...}.
+    """Returns the highest value of each learning rate: {"lr": ..., "puzzle_emb_lr": ...}.
 
-    They are scaled to the global batch size as the config key `lr_scaling` says: "linear" (arXiv 1706.02677)
-    or "sqrt" (for Adam-like optimizers, arXiv 2205.10287).
+    The values of the config are scaled to the global batch size. config.lr_scaling selects how: "none",
+    "linear" (arXiv 1706.02677) or "sqrt" (for optimizers like Adam, arXiv 2205.10287).
     """
     ratio = config.global_batch_size / config.lr_reference_batch_size
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[config.lr_scaling]

@@ -22,7 +22,7 @@ _EPS = 1e-7
 
 
 def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Returns a matrix with the same singular vectors, and all singular values moved to about 1.
+    """Returns a matrix with the same singular vectors, and singular values close to 1.
 
     Runs five Newton-Schulz iterations. The result is a new tensor [m, n] in `dtype`.
 
@@ -39,15 +39,15 @@ def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
     return x.T if is_tall else x
 
 
+# With this learning rate, Muon's update is about as large as Adam's.
 def _scaled(lr: float, matrix: Tensor) -> float:
-    """Returns `lr` scaled by the shape of a matrix, so that Muon's update is about as large as Adam's."""
     return lr * (0.2 * math.sqrt(max(matrix.shape)))
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer for matrices that this rank holds completely.
+    """The Muon optimizer for matrices that are not divided among ranks.
 
-    Creates all of `state` in the constructor, because a checkpoint is loaded into these tensors.
+    All of its `state` exists from the start, because a checkpoint is loaded into these tensors.
 
     matrices: Parameters, float32 [m, n]. dtype: Dtype of the orthogonalization.
     """
@@ -60,7 +60,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates every matrix that has a gradient."""
         (group,) = self.param_groups
         for matrix in group["params"]:
             if matrix.grad is not None:
@@ -70,19 +69,19 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-_scaled(group["lr"], matrix))
 
 
+# Updates the momentum in place, and returns the direction of Nesterov's method.
 def _accelerated(gradient: Tensor, momentum: Tensor) -> Tensor:
-    """Adds a gradient to the momentum in place. Returns the update direction of Nesterov's method."""
     return gradient.lerp(momentum.lerp_(gradient, 1 - _MOMENTUM), _MOMENTUM)
 
 
 class CutMuon(torch.optim.Optimizer):
-    """The Muon optimizer for matrices that ranks divide (tensor parallelism).
+    """The Muon optimizer for matrices that ranks divide among them (tensor parallelism).
 
-    For each matrix, one rank gathers the parts, orthogonalizes the full update, and sends its parts back. The
-    ranks take turns. Every rank keeps the momentum of its own parts.
+    For each matrix, one rank gathers the update from all ranks, orthogonalizes it, and sends its parts back.
+    All ranks call `step`.
 
-    matrices: {name: part that this rank holds}. cuts: {name: which part of the matrix it is}. ranks: Group
-    that divides the matrices. All its ranks call `step`. dtype: Dtype of the orthogonalization.
+    matrices: {name: part of the matrix on this rank}. cuts: {name: description of this part}. ranks: Group of
+    the ranks that divide the matrices. dtype: Dtype of the orthogonalization.
     """
 
     def __init__(
@@ -102,26 +101,20 @@ class CutMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates this rank's part of every matrix that has a gradient. All ranks call it."""
         (group,) = self.param_groups
         moving = [
             (name, weight)
             for name, weight in self._matrices.items()
             if len(weight) and weight.grad is not None
         ]
-        for index, (name, matrix) in enumerate(moving):
+        for index, (name, matrix) in enumerate(moving):  # the ranks take turns as owner
             update = _accelerated(matrix.grad, self.state[matrix]["momentum_buffer"])
             change = self._change(update, self._cuts[name], lr=group["lr"], owner=index % self._ranks.size)
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
+    # Returns this rank's part of the tensor to add to a matrix. All ranks call it. update: This rank's part
+    # of the direction before the orthogonalization.
     def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
-        """Returns this rank's part of the tensor that the optimizer must add to a matrix. All ranks call it.
-
-        Rank `owner` gathers the parts of all ranks, orthogonalizes, and sends the results back.
-
-        update: This rank's part of the direction before the orthogonalization. cut: Which part of the matrix
-        it is. lr: Learning rate.
-        """
         parts = self._ranks.gather(update, destination=owner)
         if parts is None:
             return self._ranks.scatter(None, like=update, source=owner)

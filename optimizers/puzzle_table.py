@@ -1,35 +1,36 @@
-"""The table of puzzle embeddings: update of the rows, distribution over ranks, and average (EMA).
+"""The table of puzzle embeddings: update of the rows, and distribution over ranks.
 
 A step updates only the rows that its slots use. The update is weight decay, and the sign of the gradient,
 which is summed over all ranks. A row whose gradient is 0 only decays. `Replicated`: every rank holds all
-rows. `RowsByOwner`: one rank owns each row (`rows_of_rank`), and before a step each rank fetches the rows
-that its slots read.
+rows. `RowsByOwner`: one rank owns each row (`distributed.shards.rows_of_rank`), and before a step each rank
+fetches the rows that its slots read.
 
-Invariant: before a row changes, its old value is added to the average.
+Invariant: before a row changes, its old value is added to the average (`optimizers.puzzle_table_average`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
 from distributed.collectives import AllToAllPlan, Ranks, has_group
-from distributed.shards import Shard, Tensors, shard_of_rows, slots_of
+from distributed.shards import Tensors, rows_of_rank, shard_of_rows, slots_of
 from optimizers.average import Average
+from optimizers.puzzle_table_average import RowAverage
 
 _PIECE = 2**16  # rows in one message, at most
 
 
 def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float) -> None:
-    """Applies sign-SGD to some rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
+    """Applies sign SGD with weight decay to some rows of a table, in place.
 
-    rows: Row numbers, [n]. If one is repeated, all repeats must have the same gradient, the sum for this row.
-    The row is then updated once. gradients: [n, ndim]. lr: Learning rate. weight_decay: wd.
+        row = (1 - lr * weight_decay) * row - lr * sign(gradient)
+
+    rows: Row numbers, [n]. gradients: Their gradients, [n, ndim]. If a row number is repeated, all repeats
+    must have the same gradient. The row is then updated once.
     """
     moved = table[rows].mul_(1 - lr * weight_decay)
     table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)
@@ -38,10 +39,10 @@ def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float,
 def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Sums the gradients of each puzzle embedding. Returns (identifiers [m], sums [m, ndim]).
 
-    The returned identifiers are distinct and rising. Sums are float64 (float32 on mps), so that the sign of a
-    sum does not depend on the order.
+    The returned identifiers are distinct and in ascending order. Sums are float64 (float32 on mps), so that
+    the sign of a sum does not depend on the order.
 
-    identifiers: [n], the embedding that each gradient belongs to, with repeats. gradients: [n, ndim].
+    identifiers: Number of the embedding of each gradient, [n], with repeats. gradients: [n, ndim].
     """
     wide = torch.float32 if gradients.device.type == "mps" else torch.float64
     distinct, index = torch.unique(identifiers, return_inverse=True)
@@ -50,12 +51,12 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 
 
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums the gradients of each puzzle embedding. Returns (sorted identifiers [n], sums [n, ndim]).
+    """Sums the gradients of each puzzle embedding, but keeps repeated identifiers.
 
-    Repeated identifiers stay, and each of them has the same sum. No shape depends on values, so the host does
-    not wait for a GPU. Sums are float64.
+    Returns (sorted identifiers [n], sums [n, ndim]). Equal identifiers have the same sum. Sums are float64.
+    No shape depends on values, so the host does not wait for the GPU.
 
-    identifiers: [n], number of the embedding of each gradient. gradients: [n, ndim].
+    identifiers: Number of the embedding of each gradient, [n]. gradients: [n, ndim].
     """
     rising, order = identifiers.sort(stable=True)
     index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # index among the distinct identifiers
@@ -67,31 +68,24 @@ def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     return (sum_with_repeats if gradients.is_cuda else sum_by_identifier)(identifiers, gradients)
 
 
-def rows_of_rank(num_rows: int, index: int, size: int) -> range:
-    """Returns the numbers of the puzzle embeddings that rank `index` of `size` ranks owns.
-
-    Example: rank 1 of 4 ranks owns 1, 5, 9, ..., below num_rows. Row i of the table of embeddings is row
-    i // size on its owner.
-    """
-    return range(index, num_rows, size)
-
-
 class PuzzleTable:
-    """The puzzle embeddings of a run and their optimizer. One embedding is one row of a table.
+    """The puzzle embeddings of a model, and their optimizer.
 
-    This base class is for models without puzzle embeddings: its methods do nothing.
+    A puzzle embedding is a learned vector for each puzzle identifier, a row of a table. The methods of this
+    base class do nothing. It is for models without puzzle embeddings.
 
-    average: Attribute. Moving average (EMA) of the rows.
+    Attributes:
+        average: Moving average (EMA) of the embeddings.
     """
 
     average = Average()
 
     def prepare(self, identifiers: Tensor) -> None:
-        """Makes the puzzle embeddings `identifiers` available on this rank for a training step.
+        """Makes some puzzle embeddings available on this rank for a training step.
 
         All ranks call it before the step.
 
-        identifiers: int [n], the numbers of the embeddings that this rank will read, with repeats.
+        identifiers: Numbers of the embeddings that this rank will read, int [n], with repeats.
         """
 
     def reduce(self, *, step: int) -> None:
@@ -101,58 +95,63 @@ class PuzzleTable:
         """
 
     def keep_own(self, *, step: int) -> None:
-        """Stores this rank's gradients of the puzzle embeddings for `update_`, without a sum over ranks.
+        """Stores this rank's gradients of the puzzle embeddings for `update_`.
 
-        For local_steps > 1: ranks train separately, and merge their weights every few steps.
+        Call it instead of `reduce` if ranks train separately and merge their weights every few steps
+        (local_steps > 1).
 
-        step: Number of the first training step after the last merge.
+        step: Number of the first training step after the last call of `merge`.
         """
 
     def update_(self, lr: float) -> None:
         """Updates the puzzle embeddings that this training step used. Does not communicate.
 
-        Before that, adds their old values to the moving average. lr: Learning rate.
+        It first adds their old values to the moving average. lr: Learning rate.
         """
 
     def merge(self, *, step: int) -> None:
         """Makes the puzzle embeddings equal on all ranks. All ranks call it.
 
-        For local_steps > 1: ranks train separately between two calls.
+        Call it every few steps if ranks train separately (local_steps > 1).
 
         step: Number of the first training step after the last call.
         """
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Makes the puzzle embeddings with the numbers `identifiers` available on this rank.
+        """Makes some puzzle embeddings available on this rank for an evaluation.
 
-        For an evaluation. All ranks call it. identifiers: int [n].
+        All ranks call it. identifiers: Numbers of the embeddings, int [n].
         """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """If ranks divide the puzzle embeddings, overwrites them with those of rank 0. All ranks call it.
+        """Overwrites puzzle embeddings that ranks divide among them with those of rank 0.
 
-        weights: On rank 0, {name: full weight}, including all embeddings. On other ranks, {}.
+        If every rank holds all embeddings, it does nothing. All ranks call it.
+
+        weights: On rank 0, {name: full weight}, with all embeddings. On other ranks, {}.
         """
 
     def rows(self) -> Tensors:
-        """Returns {name of the weight: tensor of all rows, or shard with this rank's rows}, for checkpoints.
+        """Returns the puzzle embeddings for a checkpoint, as {name: tensor or shard}.
 
-        A row is a puzzle embedding. Returns {} if the model has none.
+        If ranks divide the embeddings, the shard contains those of this rank. Returns {} if the model has no
+        embeddings.
         """
         return {}
 
 
 class _Table(PuzzleTable):
-    """Base class of `Replicated` (all rows on every rank) and `RowsByOwner` (each row on one rank).
+    """The base class of `Replicated` and `RowsByOwner`, two tables of puzzle embeddings.
 
-    Each rank owns some rows, and computes their averages. A subclass implements:
+    A row of a table is a puzzle embedding. Each rank owns some rows, and computes their moving averages. A
+    subclass implements:
+
     - `_identifiers_of(rows)`: converts row numbers on this rank to row numbers in the full table.
     - `owned_weights()`: returns a view of the rows that this rank owns.
-    - `all_gather_owned(owned)`: gets a value for each owned row, and returns the values of all rows on this
-      rank.
+    - `all_gather_owned(owned)`: gets a value for each row that this rank owns, and returns the values of all
+      rows that it holds. All ranks call it.
 
-    embedding: Embedding of the model, with weights [rows on this rank, ndim]. num_rows: Rows of the full
-    table.
+    embedding: Module with the rows on this rank, [rows, ndim]. num_rows: Number of rows of the full table.
     """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
@@ -174,7 +173,7 @@ class Replicated(_Table):
     The rows are equal on all ranks after each step. With local_steps > 1, ranks train separately, and the
     rows are equal after each `merge`.
 
-    slot_counts: For each rank, its number of slots. A slot is one position of the global batch.
+    slot_counts: Batch size of each rank.
     """
 
     def __init__(
@@ -192,12 +191,6 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Gathers the gradients of the global batch from all ranks, and sums them for each puzzle embedding.
-
-        All ranks call it. `update_` then reads the sums.
-
-        step: Number of the training step, from 1.
-        """
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
         assert len(rows) == self._slot_counts[self.ranks.index], "expected one gradient row for each slot"
@@ -213,13 +206,7 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """Makes the puzzle embeddings equal on all ranks. All ranks call it.
-
-        If ranks have changed an embedding since the last call, it becomes the mean of its values on these
-        ranks. For local_steps > 1: ranks train separately between two calls.
-
-        step: Number of the first training step after the last call.
-        """
+        # A row that some ranks have changed becomes the mean of its values on these ranks.
         weights, moved = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
         (counts,) = self.ranks.all_gather_counts(len(moved), device=weights.device)
@@ -239,15 +226,9 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, owned: Tensor) -> Tensor:
-        """Gathers a value for each puzzle embedding from all ranks: [num_rows, ...]. All ranks call it.
-
-        With `size` ranks, rank r owns the embeddings r, r + size, r + 2 size, ... Sends one broadcast for
-        each rank, because this needs little extra memory.
-
-        owned: Values of the embeddings that this rank owns, such as their averages.
-        """
         if not has_group():
             return owned
+        # One broadcast for each rank needs little extra memory.
         full = owned.new_empty(self.num_rows, *owned.shape[1:])
         for index in range(self.ranks.size):
             num_owned = len(rows_of_rank(self.num_rows, index, self.ranks.size))
@@ -259,9 +240,9 @@ class Replicated(_Table):
 
 
 class RowsByOwner(_Table):
-    """A table of puzzle embeddings with each row on one rank only, its owner.
+    """A table of puzzle embeddings with each row on only one rank, its owner.
 
-    Other ranks fetch the rows that they need from the owners, and send gradients back.
+    Other ranks get the rows that they need from the owners, and send gradients back.
     """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
@@ -276,10 +257,6 @@ class RowsByOwner(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Sends the gradients of puzzle embeddings to the ranks that own the embeddings, and sums them there.
-
-        All ranks call it. `update_` then reads the sums. step: Number of the training step, from 1.
-        """
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
         distinct, sums = sum_by_identifier(identifiers, rows)
@@ -287,16 +264,10 @@ class RowsByOwner(_Table):
         self._gradients = _sum_rows(self._plan.local_rows, self._plan.send(sums))
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Gets the puzzle embeddings with the numbers `identifiers` from their owners. All ranks call it.
-
-        The model on this rank then reads them in an evaluation. Several messages keep the extra memory small.
-
-        identifiers: int [n].
-        """
         distinct, weights = torch.unique(identifiers.long()), self.embedding.weights
         rows = weights.new_empty(len(distinct), weights.shape[1])
         (counts,) = self.ranks.all_gather_counts(len(distinct), device=weights.device)
-        for begin in range(0, max(counts), _PIECE):
+        for begin in range(0, max(counts), _PIECE):  # several messages keep the extra memory small
             piece = slice(begin, begin + _PIECE)
             rows[piece] = AllToAllPlan(distinct[piece], self.ranks).fetch(weights)
         self.embedding.read_from(distinct, rows)
@@ -327,98 +298,13 @@ class RowsByOwner(_Table):
         return owned
 
 
-class RowAverage(Average):
-    """Moving average (EMA) of the puzzle embeddings. Each rank averages some rows of the table.
-
-    Most training steps do not change a row. Over n steps without a change, the difference between average and
-    row shrinks by rate^n. This class computes that in one operation, when the row is about to change or when
-    the average is read. Reading does not change the stored state, so results do not depend on when a run was
-    saved or evaluated.
-
-    rate: EMA rate, close to 1. corrects_bias: If True, the initial rows have coefficient 0 in the average.
-    """
-
-    def __init__(self, table: Replicated | RowsByOwner, *, rate: float, corrects_bias: bool):
-        self._table, self._weights, self._ranks = table, table.owned_weights(), table.ranks
-        self._rate, self._corrects_bias = rate, corrects_bias
-        self._owned = rows_of_rank(table.num_rows, self._ranks.index, self._ranks.size)
-        # Writes for rows of other ranks go to the extra row: a selection would make the host wait for a GPU.
-        num_kept = len(self._owned) + 1
-        self._rows = self._weights.new_zeros(
-            num_kept, self._weights.shape[1]
-        )  # average of row i after step _steps[i]
-        self._steps = torch.zeros(num_kept, dtype=torch.int32, device=self._weights.device)
-        self.reset_to_weights()
-
-    def reset_to_weights(self) -> None:
-        self._rows[:-1].copy_(self._weights)
-        self._steps.zero_()
-
-    @torch.no_grad()
-    def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Updates the averages of some puzzle embeddings to their values after training step `step` - 1.
-
-        Call it before step `step` (from 1) changes the embeddings. A second call for the same step changes
-        nothing.
-
-        identifiers: int64 [n], numbers of the embeddings, with repeats. Those that other ranks average are
-        ignored.
-        """
-        if not self._owned:
-            return
-        is_owned, rows = identifiers % self._ranks.size == self._ranks.index, identifiers // self._ranks.size
-        caught_up = self._caught_up(torch.where(is_owned, rows, 0), step=step - 1)
-        rows = torch.where(is_owned, rows, len(self._owned))
-        self._rows[rows] = caught_up
-        self._steps[rows] = step - 1
-
-    @contextlib.contextmanager
-    def averaged(self, *, step: int) -> Iterator[None]:
-        embedding = self._table.embedding
-        raw, averages = embedding.weights.data, self._caught_up(slice(len(self._owned)), step=step)
-        try:
-            embedding.weights.data = self._table.all_gather_owned(averages)
-            yield
-        finally:
-            embedding.weights.data = raw
-
-    def values(self, *, step: int) -> Tensors:
-        return {self._table.name: self._shard(self._caught_up(slice(len(self._owned)), step=step))}
-
-    def tensors(self) -> Tensors:
-        tensors = {"table.rows": self._rows[:-1], "table.steps": self._steps[:-1]}
-        return {name: self._shard(tensor) for name, tensor in tensors.items()}
-
-    def _shard(self, tensor: Tensor) -> Tensor | Shard:
-        """Describes a tensor with a value for each row that this rank averages as a shard for checkpoints.
-
-        The full tensor is [all rows, ...].
-        """
-        return shard_of_rows(tensor, self._owned, self._table.num_rows, self._ranks)
-
-    @torch.no_grad()
-    def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Computes the averages of some rows after training step `step`. Returns [n, ndim], stores nothing.
-
-        The rows must not have changed since their averages were stored. rows: Numbers of n rows, counted
-        among those that this rank averages.
-        """
-        since = self._steps[rows].unsqueeze(1)
-        now, remaining = self._weights[rows], self._rate ** (step - since)
-        if self._corrects_bias and step:
-            decay = math.log(self._rate)
-            remaining *= torch.expm1(since * decay) / math.expm1(step * decay)
-        caught_up = now + (self._rows[rows] - now) * remaining
-        return torch.where(since == step, self._rows[rows], caught_up)  # the exact value for 0 steps
-
-
 def build_table(
     config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
-    """Returns the puzzle table (puzzle embeddings and their optimizer) that the config selects.
+    """Creates the table of puzzle embeddings that the config selects.
 
-    embedding: Module with the embeddings. If None, the model has none, and the methods of the result do
-    nothing. num_rows: Number of embeddings on all ranks together. ranks: Group that divides the batch.
+    embedding: Module with the embeddings. If None, the methods of the result do nothing. num_rows: Number of
+    embeddings on all ranks together. ranks: Group of the ranks that divide the batch.
     """
     if embedding is None:
         return PuzzleTable()

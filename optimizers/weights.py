@@ -22,10 +22,9 @@ SCALARS = ("loss", "grad_norm", "stop")
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW (arXiv 1711.05101).
+    """The fused AdamW of torch (arXiv 1711.05101), with all of its `state` from the start.
 
-    Creates all of `state` in the constructor, because a checkpoint is loaded into these tensors. Parameters
-    without a gradient do not change.
+    A checkpoint is loaded into these tensors. Parameters without a gradient do not change.
     """
 
     def __init__(
@@ -41,9 +40,12 @@ class AdamW(torch.optim.AdamW):
 
 
 class ParameterGroup(NamedTuple):
-    """An optimizer and the names of the weights that it updates. They all have the same weight decay.
+    """An optimizer, and the names of the weights that it updates.
 
-    flat: Flat buffers: tensors with the values of all these weights and of their gradients.
+    Attributes:
+        names: Names of the weights. They have the same weight decay.
+        optimizer: The optimizer.
+        flat: Object that stores the values of these weights in one tensor, and their gradients in another.
     """
 
     names: tuple[str, ...]
@@ -52,15 +54,15 @@ class ParameterGroup(NamedTuple):
 
 
 class Weights:
-    """The dense weights (all except puzzle embeddings) on this rank, with their optimizers.
+    """The weights of a model, except puzzle embeddings, with their optimizers.
 
     Attributes:
-        flats: Flat buffers (tensors with the values of many weights, and of their gradients). Without
-            pipeline and tensor parallelism, one object for all weights. Otherwise two: the first for weights
-            outside of blocks, the second for this rank's part of the blocks.
-        groups: Optimizers with the names of their weights, one for each optimizer class and weight decay.
-        owned: {name: tensor or shard that this rank updates}, with the gradient as `grad`.
-        scalars: Numbers such as the loss that are sent with the gradients of flats[0].
+        flats: Objects that each store the values of many weights in one tensor, and their gradients in
+            another. Usually there is one. With pipeline or tensor parallelism there are two: one for the
+            weights outside of transformer blocks, and one for this rank's part of the blocks.
+        groups: Optimizers, with the names of the weights that they update.
+        owned: Weights that this rank updates, {name: tensor or shard}.
+        scalars: Numbers that are sent together with the gradients, such as the loss.
         remote_names: Names of weights that are only on other pipeline stages.
     Args:
         shapes: {name: shape} of all weights of the model.
@@ -86,11 +88,11 @@ class Weights:
         self.remote_names = tuple(self._absent)
 
     def clip_(self, limit: float | None) -> Tensor:
-        """Scales the gradients of the dense weights so that their norm is at most `limit`. All ranks call it.
+        """Scales the gradients so that their norm is at most `limit`. All ranks call it.
 
-        Returns the norm before scaling, a scalar tensor. It includes the weights on other ranks.
+        Returns the norm before scaling, a scalar tensor. It includes the gradients of weights on other ranks.
 
-        limit: If None, gradients are not changed.
+        limit: If None, the gradients do not change.
         """
         norms = [torch.linalg.vector_norm(flat.gradients) for flat in self.flats]
         norm = norms[0]
@@ -105,26 +107,26 @@ class Weights:
     def update_(self, lr: float, *, step: int) -> None:
         """Runs the optimizers on the weights that this rank updates. All ranks call it.
 
-        Communicates only with Muon and tensor parallelism. lr: Learning rate. step: Number of the training
-        step, from 1, for bias corrections (AdamW counts steps itself).
+        lr: Learning rate. step: Number of the training step, from 1, for bias corrections.
         """
         for group in self.groups:
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()
 
     def gather_(self) -> None:
-        """Sends updated or loaded weights to all ranks that need them, for the next forward pass.
+        """Sends updated weights to all ranks that need them in the forward pass.
 
-        All ranks call it. In mixed precision, also copies them into the dtype of the forward pass.
+        All ranks call it after an update, or after loading weights. In mixed precision, it also casts the
+        weights to the dtype of the forward pass.
         """
         for flat in self.flats:
             flat.gather_()
 
     def tensors(self) -> Tensors:
-        """Returns the dense weights for a checkpoint, as {name: full tensor or this rank's shard}.
+        """Returns the weights for a checkpoint, as {name: tensor or shard}.
 
-        Contains all names of the model. They are in the dtype of the optimizer (float32). For a weight that
-        this rank does not hold, the shard has 0 elements.
+        A shard is the part of a weight that this rank holds. It has 0 elements if this rank does not hold the
+        weight. The result has all names of the model. Weights are in the dtype of the optimizer (float32).
         """
         tensors = self.owned | self._absent
         for flat in self.flats:
@@ -133,11 +135,12 @@ class Weights:
         return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites the shards of weights on every rank with parts of rank 0's full weights.
+        """Overwrites the shards of weights on every rank with the weights of rank 0.
 
-        All ranks call it. Weights that every rank holds completely are not changed.
+        All ranks call it. Weights that are not divided into shards do not change.
 
-        full_copies: On rank 0, {name: full weight}. On other ranks, {}. ranks: Group that takes part.
+        full_copies: On rank 0, {name: full weight}. On other ranks, {}. ranks: Group of the ranks that take
+        part.
         """
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
@@ -146,9 +149,10 @@ class Weights:
                 shard.tensor.copy_(part_of_whole(full, shard).view_as(shard.tensor))
 
     def moments(self) -> Tensors:
-        """Returns the optimizer state of the weights that this rank updates, for a checkpoint.
+        """Returns the optimizer state for a checkpoint, as {name: tensor or shard}.
 
-        The result is {"<moment>.<weight>": tensor or shard}. Example: "first_moment.lm_head.weight".
+        A name consists of the name of the state and that of the weight. Example:
+        "first_moment.lm_head.weight". The result contains only weights that this rank updates.
         """
         moments: Tensors = {}
         for group in self.groups:
@@ -175,13 +179,13 @@ def build_flats(
     blocks: frozenset[str],
     cuts: dict[str, Cut],
 ) -> tuple[FlatParameters, ...]:
-    """Moves the weights of a network into flat buffers (one tensor for many weights). All ranks call it.
+    """Moves the weights of a network into a few large tensors. All ranks call it.
 
-    Without pipeline and tensor parallelism, returns one object for all weights. Otherwise returns two: one
-    for the weights outside of blocks, and one for those of blocks.
+    Returns one object for all weights. With pipeline or tensor parallelism, returns two: one for the weights
+    outside of transformer blocks, and one for the weights of blocks.
 
-    mesh: Process groups of this rank. blocks: Names of the weights in blocks. cuts: {name of a weight: which
-    part of it this rank holds}, for weights that tensor-parallel ranks divide.
+    mesh: Process groups of this rank. blocks: Names of the weights in transformer blocks. cuts: For each
+    weight that tensor-parallel ranks divide, the part that this rank holds.
     """
     parameters = dict(network.named_parameters())
     matrices = [name for name in blocks if parameters[name].ndim == 2]
@@ -219,16 +223,15 @@ def build_weights(
     tensor: Ranks = ALONE,
     compiler_options: dict[str, Any] | None = None,
 ) -> Weights:
-    """Builds the optimizers for the weights that this rank updates.
+    """Creates the optimizers for the weights that this rank updates.
 
-    With optimizer=muon, Muon updates the matrices of blocks, and AdamATan2 the other weights. Optimizers must
-    create all of `state` at the start, because a checkpoint is loaded into these tensors. The optimizer of a
-    plugin may get shards of weights, float32 [n], so it must update each element independently.
+    Optimizers must create all of their `state` in the constructor, because a checkpoint is loaded into these
+    tensors. An optimizer from a plugin may get shards of weights, float32 [n], so it must update each element
+    independently.
 
-    flats: Tensors with the values of the weights. shapes: {name: shape} of all weights of the model. If None,
-    all are in `flats`. holders: Ranks that together hold every block once. tensor: Ranks that divide matrices
-    (tensor parallelism). compiler_options: Options of torch.compile for AdamATan2. If None, AdamATan2 is not
-    compiled.
+    flats: Results of `build_flats`. shapes: {name: shape} of all weights of the model. If None, all are in
+    `flats`. holders: Ranks that together hold every block once. tensor: Ranks that divide matrices (tensor
+    parallelism). compiler_options: Options of torch.compile for AdamATan2. If None, it is not compiled.
     """
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
     here = {name: tuple(parameter.shape) for flat in flats for name, parameter in flat.parameters.items()}

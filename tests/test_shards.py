@@ -11,8 +11,16 @@ from safetensors.torch import save_file
 from checkpointing.tensors import find_files, load_into_, load_joined
 from checkpointing.writer import local_part, save_section
 from distributed.collectives import Ranks
-from distributed.shards import Shard, Span, Tensors, as_shard, shard_of_own, shard_of_rows, tensor_of
-from optimizers.puzzle_table import rows_of_rank
+from distributed.shards import (
+    Shard,
+    Span,
+    Tensors,
+    as_shard,
+    rows_of_rank,
+    shard_of_own,
+    shard_of_rows,
+    tensor_of,
+)
 
 _PART = "ema_weights"
 _WHOLE = {
