@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import log
-from distributed.process_group import all_gather_objects, is_elastic, is_main, num_nodes, rank
+from distributed.backend import all_gather_objects
+from distributed.world import is_elastic, is_main, num_nodes, rank
 
 EXIT_FAILURE = 1
 

@@ -24,29 +24,31 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from distributed import log
-from distributed.collectives import broadcast_object, gather_objects
-from distributed.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
-from distributed.number_format import Choice, choose_format
-from distributed.process_group import (
-    agent_serves_store,
+from distributed.backend import (
     choose_backend,
     choose_device,
     device_type,
+    process_group,
+    set_cpu_threads,
+    use_deterministic_algorithms,
+)
+from distributed.collectives import broadcast_object, gather_objects
+from distributed.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
+from distributed.number_format import Choice, choose_format
+from distributed.watchdog import Watchdog
+from distributed.world import (
+    agent_serves_store,
     is_elastic,
     is_main,
     leave_store,
     local_world_size,
     num_nodes,
-    process_group,
     rank,
     read_launcher,
     rendezvous_store,
-    set_cpu_threads,
     set_node_variables,
-    use_deterministic_algorithms,
     world_size,
 )
-from distributed.watchdog import Watchdog
 from runtime.plugins import load_plugins, plugin_files
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from distributed.process_group import is_main, rank, world_size
+from distributed.world import is_main, rank, world_size
 from runtime.reading import printable
 from runtime.writing import Patient, open_to_append, write_json
 

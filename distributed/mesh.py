@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch.distributed as dist
 
 from distributed.collectives import ALONE, Ranks, all_ranks
-from distributed.process_group import rank, world_size
+from distributed.world import rank, world_size
 
 AXES = {
     "pipeline": "stage",

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed import log
-from distributed.process_group import is_main
+from distributed.world import is_main
 
 _BAR = "{desc} {n_fmt} of {total_fmt} |{bar:12}| {elapsed}, {remaining} left{postfix}"
 _LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{postfix}"

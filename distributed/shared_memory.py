@@ -10,8 +10,9 @@ import secrets
 import torch
 from torch import Tensor
 
+from distributed.backend import all_gather_objects
 from distributed.collectives import Ranks
-from distributed.process_group import all_gather_objects, num_nodes
+from distributed.world import num_nodes
 
 _CHUNK = 2**16  # elements per chunk: their sum is still in the cache when it is copied
 _ALIGNMENT = 1024  # elements: a rank's slice starts at a multiple

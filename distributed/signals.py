@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distributed import log
 from distributed.collectives import all_ranks, barrier
-from distributed.process_group import is_elastic, is_under_torchrun, local_rank, num_nodes, world_size
+from distributed.world import is_elastic, is_under_torchrun, local_rank, num_nodes, world_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 EXIT_STUCK = 125  # exit status of a rank that was asked to stop, but did not finish its step

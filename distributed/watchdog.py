@@ -29,7 +29,7 @@ from distributed import log
 from distributed.backstop import Backstop, is_stopped
 from distributed.errors import restart_advice
 from distributed.failure_record import FailureRecord
-from distributed.process_group import (
+from distributed.world import (
     agent_serves_store,
     connect_store,
     is_main,

@@ -14,7 +14,7 @@ from dataset.kinds.kind import Answers, Evaluator, Rules, find_kind, kind_names
 from distributed import log
 from distributed.collectives import Ranks, gather_objects
 from distributed.errors import collective_errors
-from distributed.process_group import is_main
+from distributed.world import is_main
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:

@@ -27,13 +27,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from distributed import log
-from distributed import process_group as group
+from distributed import backend, log, world
 from distributed.errors import local_errors
 from distributed.launch import wait_for_all_ranks
-from distributed.process_group import is_main, rank, world_size
 from distributed.processor import describe_processor
 from distributed.watchdog import Watchdog
+from distributed.world import is_main, rank, world_size
 from launch import links
 from launch.rates import RATES, Rates, measure_rates
 
@@ -58,13 +57,13 @@ def main() -> None:
         if options.timeout <= 0:
             parser.error(f"--timeout {options.timeout:g} must be greater than 0")
     with local_errors():
-        group.read_launcher()
+        world.read_launcher()
     log.info(describe_process())
     with local_errors():
         if world_size() > 1:
             check_ranks(options)
         else:
-            rates = measure_rates(group.choose_device(options.device))
+            rates = measure_rates(backend.choose_device(options.device))
             log.info(_table(*zip(RATES, rates.texts(), ("GFLOP/s",) * 2, strict=True)))
             log.info(rates.compare())
 
@@ -77,10 +76,10 @@ def describe_process() -> str:
     return _table(
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", f"{torch.__version__} (CUDA {torch.version.cuda}, ROCm {torch.version.hip})"),
-        ("backends", ", ".join(filter(group.has_backend, ("gloo", "nccl", "ucc")))),
+        ("backends", ", ".join(filter(backend.has_backend, ("gloo", "nccl", "ucc")))),
         ("host", f"{socket.gethostname()} ({platform.platform()})"),
         ("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"),
-        ("threads", f"{group.set_cpu_threads('auto')} on {num_cores()} cores for this process"),
+        ("threads", f"{backend.set_cpu_threads('auto')} on {num_cores()} cores for this process"),
         ("cpu", describe_processor()),
         *((f"cuda:{i}", torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())),
         *(pair for pair in sorted(os.environ.items()) if pair[0].startswith(_VARIABLES)),
@@ -102,14 +101,14 @@ def check_ranks(options: argparse.Namespace) -> None:
         watchdog.step_done(0)
 
         def set_up() -> list[Any]:
-            device = group.choose_device(options.device)
-            group.choose_backend(options.backend, device)
+            device = backend.choose_device(options.device)
+            backend.choose_backend(options.backend, device)
             address, port, *_ = stack.enter_context(links.listen_like_gloo()).getsockname()
-            host, threads = socket.gethostname(), group.set_cpu_threads("auto")
+            host, threads = socket.gethostname(), backend.set_cpu_threads("auto")
             return [host, os.getpid(), str(device), threads, links.interface_of(address), address, port]
 
         rows = _on_all_ranks("set up", set_up)
-        device = group.choose_device(options.device)
+        device = backend.choose_device(options.device)
         rates = [Rates(*measured) for measured in _on_all_ranks("multiply", lambda: measure_rates(device))]
         names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
         names += tuple(f"{name} GFLOP/s" for name in RATES)
@@ -119,9 +118,9 @@ def check_ranks(options: argparse.Namespace) -> None:
         _check_names([row[0] for row in rows])
         _check_addresses(rows, timeout_seconds=limit / 2)
         watchdog.step_done(1)
-        opened = group.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
+        opened = backend.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
         _on_all_ranks("open the group", lambda: stack.enter_context(opened))
-        is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo sends only CPU tensors
+        is_nccl = "nccl" in backend.choose_backend(options.backend, device)  # gloo sends only CPU tensors
         device = device if is_nccl else torch.device("cpu")
         _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
         dist.barrier()  # rank 0 may serve the store, so it must not exit first
@@ -203,7 +202,7 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
         outcome = (action(), None)
     except Exception as error:
         outcome = (None, f"{type(error).__name__}: {error}".removeprefix("ValueError: "))
-    store, keys = group.rendezvous_store(), [f"{name}/{number}" for number in range(world_size())]
+    store, keys = world.rendezvous_store(), [f"{name}/{number}" for number in range(world_size())]
     store.set(keys[rank()], json.dumps(outcome))
     store.wait(keys)
     results, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
@@ -214,7 +213,7 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
 
 def _end_all(reason: str) -> NoReturn:
     """Exits on all ranks with status 1. Rank 0 prints the reason first. All ranks call it."""
-    store = group.rendezvous_store()
+    store = world.rendezvous_store()
     if is_main():
         log.error(reason)
         store.set("printed", "")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.process_group import rank, world_size
+from distributed.world import rank, world_size
 
 _MAX_HOSTS = 8  # with more hosts, not all pairs are measured
 _SIOCGIFADDR = 0x8915  # from Linux's sockios.h

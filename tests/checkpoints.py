@@ -12,7 +12,7 @@ from dataset.description import with_candidates
 from dataset.format import Metadata, load_metadata, open_dataset
 from dataset.loader import Batch
 from dataset.mixture import fingerprint_of
-from distributed.process_group import rank
+from distributed.world import rank
 from models.carry import Carry
 from optimizers.learning_rate import learning_rates
 from tests.tiny import FACTS, tiny_arch, tiny_config

@@ -14,7 +14,7 @@ from dataset.format import IGNORE_LABEL_ID, open_dataset
 from dataset.loader import PuzzleDataset
 from dataset.plan import Stage, TrainPlan
 from dataset.sets import PuzzleSet
-from distributed.process_group import rank
+from distributed.world import rank
 from models.carry import Carry, StepOutput
 from models.lattice import is_lost, is_right, leaves, with_target
 from models.ldt import LDTPrediction

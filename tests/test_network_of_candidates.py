@@ -13,7 +13,7 @@ from config.schema import PretrainConfig, validate_config
 from dataset.description import with_candidates
 from dataset.format import Dataset, open_dataset
 from dataset.loader import Batch
-from distributed.process_group import rank
+from distributed.world import rank
 from evaluation.loop import Race, answer_batches
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import Settings
