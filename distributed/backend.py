@@ -33,11 +33,12 @@ _GROUP_TIMEOUT = timedelta(days=1)
 def process_group(
     device: torch.device, backend: str = "auto", *, timeout: timedelta = _GROUP_TIMEOUT
 ) -> Iterator[None]:
-    """Context manager that opens the process group of all ranks, and closes it at the end.
+    """Context manager that initializes torch.distributed for all ranks, and destroys it at the end.
 
-    All ranks enter together. With one rank, opens none.
+    All ranks enter it. With only one rank, it does nothing.
 
-    backend: "auto", "nccl" or "gloo" (see `choose_backend`). timeout: Time limit of a collective.
+    device: Device of this rank. backend: Value of the config key `backend`: "auto", "nccl" or "gloo".
+    timeout: Time limit of each collective.
     """
     if world_size() == 1:
         yield
@@ -51,11 +52,12 @@ def process_group(
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns on every rank the list of all ranks' values (pickled). All ranks of the group call it.
+    """Returns a list with the value of every rank.
 
-    Without a process group, returns [value].
+    All ranks of the group call it. The values are pickled. If torch.distributed is not initialized, returns
+    [value].
 
-    group: Group that takes part. If None, all ranks.
+    group: Process group that takes part. If None, all ranks.
     """
     if not dist.is_initialized():
         return [value]
@@ -65,36 +67,30 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
 
 
 def open_group(backend: str, **options: object) -> None:
-    """Calls dist.init_process_group, so that `close_group` can later end all threads of the group.
-
-    If threads of gloo still run while Python exits, they sometimes abort the process. `close_group` ends
-    them, if no reference to the group is left. The functions of torch.distributed.nn would keep one, because
-    their default arguments are evaluated when they are imported. So import them before the group exists.
-    """
+    # If threads of gloo still run while Python exits, they sometimes abort the process. `close_group` ends
+    # them, if no reference to the group is left. The functions of torch.distributed.nn would keep one,
+    # because their default arguments are evaluated when they are imported. So import them before the group
+    # exists.
     import torch.distributed.nn.functional  # noqa: F401
 
     dist.init_process_group(backend, **options)
 
 
 def close_group() -> None:
-    """Collects garbage, then calls dist.destroy_process_group.
-
-    DistributedDataParallel is a reference cycle that holds the group. If the garbage collector destroyed the
-    group later, it would wait for gloo's threads while it holds Python's lock. The threads may need the lock:
-    a deadlock.
-    """
+    # DistributedDataParallel is a reference cycle that holds the group. If the garbage collector destroyed
+    # the group later, it would wait for gloo's threads while it holds Python's lock. The threads may need the
+    # lock: a deadlock.
     gc.collect()
     dist.destroy_process_group()
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Checks the config key `backend`, and returns the backend for dist.init_process_group.
+    """Returns the backend for init_process_group: "gloo", "cpu:gloo,cuda:nccl" or "cpu:gloo,cuda:gloo".
 
-    On a CUDA device, returns "cpu:gloo,cuda:nccl" or "cpu:gloo,cuda:gloo". Otherwise returns "gloo". Raises
-    ValueError if this torch or this device does not support the backend, or if GLOO_SOCKET_IFNAME names a
-    missing network interface.
+    Raises ValueError if torch or the device does not support the backend. Also raises ValueError if the
+    environment variable GLOO_SOCKET_IFNAME names a network interface that does not exist.
 
-    name: Value of the key: "auto", "nccl" or "gloo".
+    name: Value of the config key `backend`: "auto", "nccl" or "gloo". device: Device of this rank.
     """
     is_cuda = device.type == "cuda"
     if name == "auto":
@@ -122,16 +118,17 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 
 def has_backend(name: str) -> bool:
-    """Returns whether this torch was built with the backend `name`: "nccl", "gloo" or "ucc"."""
     return dist.is_available() and getattr(dist, f"is_{name}_available")()
 
 
 def choose_device(name: str) -> torch.device:
-    """Checks the config key `device`, and returns the device of this process. Selects a CUDA device in torch.
+    """Returns the device of this process, and calls torch.cuda.set_device if it is a GPU.
 
-    Raises ValueError if the device is missing.
+    With CUDA, each process of a machine gets its own GPU. Raises ValueError if the device does not exist, if
+    there are more processes than GPUs, or if several processes would use mps.
 
-    name: auto (CUDA, else mps for a single process, else cpu), cuda, mps or cpu.
+    name: Value of the config key `device`: "cuda", "mps", "cpu" or "auto". "auto" selects CUDA if there is a
+    GPU, otherwise mps for a single process, otherwise cpu.
     """
     name = device_type(name)
     if name == "cuda":
@@ -153,7 +150,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_type(name: str) -> str:
-    """Returns the device type that a value of the key `device` selects on this machine: cuda, mps or cpu."""
+    """Returns the device type that a value of the config key `device` means on this machine.
+
+    The result is "cuda", "mps" or "cpu". Does not check that the device exists, unless name is "auto".
+    """
     if name != "auto":
         return name
     if torch.cuda.is_available():
@@ -162,17 +162,16 @@ def device_type(name: str) -> str:
 
 
 def use_deterministic_algorithms() -> None:
-    """Makes torch use deterministic algorithms. If an operator has none, torch prints a warning."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def set_cpu_threads(threads: int | str) -> int:
-    """Sets the number of torch's CPU threads in this process, and returns the number.
+    """Calls torch.set_num_threads, and returns the number of threads.
 
-    threads: If "auto", the user's OMP_NUM_THREADS. If that is not set, the number of cores of the node
-    divided by the number of processes on the node.
+    threads: Number of threads, or "auto". "auto" means the user's OMP_NUM_THREADS. If it is not set, "auto"
+    means the number of cores divided by the number of processes on this machine.
     """
     if threads == "auto":
         threads = omp_threads_of_the_user() or max(1, num_cores() // local_world_size())
@@ -181,10 +180,7 @@ def set_cpu_threads(threads: int | str) -> int:
 
 
 def omp_threads_of_the_user() -> int | None:
-    """Returns the value of OMP_NUM_THREADS, if the user has set it. Otherwise returns None.
-
-    torchrun sets OMP_NUM_THREADS=1 if the user has not set it. That value is ignored.
-    """
+    # torchrun sets OMP_NUM_THREADS=1 if the user has not set it.
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and is_under_torchrun():
         try:
