@@ -47,14 +47,14 @@ def local_world_size() -> int:
 
 
 def num_nodes() -> int:
-    """Returns the number of nodes (machines) that run processes of this program."""
+    """Returns the number of machines that run processes of this program."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
 def is_elastic() -> bool:
-    """Returns whether torchrun may continue with another number of nodes (`--nnodes MIN:MAX`).
+    """Returns whether torchrun may continue with another number of machines (`--nnodes MIN:MAX`).
 
-    Reads torchrun's command line. Returns False on systems without /proc.
+    Returns False on systems without /proc.
     """
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
@@ -68,11 +68,11 @@ def is_under_torchrun() -> bool:
 
 
 def read_launcher() -> None:
-    """Prepares the environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Checks the environment variables of the launcher. After srun, sets RANK, WORLD_SIZE and others.
 
-    Without a launcher and without WORLD_SIZE, the process is a run of its own, and nothing is set. If srun
-    started several processes, sets the variables. Raises ValueError if another launcher such as mpirun
-    started several processes without these variables, or if several processes have the same rank.
+    Call it at the start of a program, before the other functions of this module. Without a launcher, the
+    program runs on one rank. Raises ValueError if variables are missing, or if several processes have the
+    same rank.
     """
     launchers = (entry for entry in _LAUNCHERS if os.environ.get(entry[1], "1") != "1")
     launcher, count_name, rank_name = next(launchers, ("", "", ""))
@@ -96,10 +96,7 @@ def read_launcher() -> None:
 
 
 def _set_slurm_variables() -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in a process that srun started.
-
-    The first node of the job step serves the key-value store.
-    """
+    # The first node of the job step serves the key-value store.
     nodes, job = os.environ["SLURM_STEP_NODELIST"], int(os.environ["SLURM_JOB_ID"])
     if "MASTER_ADDR" not in os.environ:
         command = ["scontrol", "show", "hostnames", nodes]
@@ -117,9 +114,9 @@ def _set_slurm_variables() -> None:
 
 
 def set_node_variables(hosts: list[str]) -> None:
-    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE if they are not set.
+    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE if the launcher has not set them.
 
-    hosts: Host name of each rank. Ranks with the same host are on one node.
+    hosts: Host name of each rank. Ranks with the same host are on one machine.
     """
     if "LOCAL_WORLD_SIZE" not in os.environ:
         before = [number for number, host in enumerate(hosts) if host == hosts[rank()]]
@@ -133,10 +130,10 @@ def is_main() -> bool:
 
 
 def rendezvous_store() -> dist.Store:
-    """Returns the key-value store of all ranks (`torch.distributed.Store`). It needs no process group.
+    """Returns the key-value store that all ranks share (`torch.distributed.Store`).
 
-    torchrun or rank 0 serves the store. All threads may call this function at any time. Do not call it in a
-    run with only one rank.
+    It works before init_process_group. All threads may call this function. Do not call it with only one
+    rank.
     """
     with _store_lock:  # so that only one thread starts a server
         return _rendezvous_store()
@@ -148,16 +145,16 @@ def _rendezvous_store() -> dist.Store:
 
 
 def connect_store() -> dist.Store:
-    """Returns a new connection to the key-value store of all ranks, for example for a thread.
+    """Opens a new connection to the key-value store that all ranks share.
 
-    A connection handles only one call at a time.
+    A connection handles only one call at a time, so a thread needs its own connection.
     """
     rendezvous_store()  # starts the server if rank 0 serves the store
     return _open_store(is_server=False)
 
 
 def agent_serves_store() -> bool:
-    """Returns whether torchrun serves the ranks' key-value store. Otherwise rank 0 serves it."""
+    """Returns whether torchrun serves the key-value store of the ranks. Otherwise rank 0 serves it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -167,12 +164,13 @@ def may_restart() -> bool:
 
 
 def value_of_launch(key: str, value: str) -> str:
-    """Stores a value under `key` in torchrun's key-value store, and returns it.
+    """Returns the value that the first process of a torchrun job stored under a key.
 
-    If the key already has a value, returns that value. So the processes get the same value again after
-    torchrun has restarted them. Example: the random name of the run. torchrun must serve the store
-    (`agent_serves_store`), because only then the store outlives the processes.
+    If the key has no value, stores `value` and returns it. After torchrun has restarted the processes, they
+    get the same value again. Example: the random name of a run. torchrun must serve the store
+    (`agent_serves_store`).
     """
+    # Only torchrun's store outlives the processes.
     key = f"{key}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     return _open_tcp_store(is_server=False).compare_set(key, "", value).decode()
 
@@ -202,10 +200,7 @@ def _open_store(*, is_server: bool) -> dist.Store:
 
 
 def _wait_for_name(host: str) -> None:
-    """Waits up to 30 s until a host name resolves. Then raises ValueError.
-
-    Example: the name of a Kubernetes pod that has just started does not resolve yet.
-    """
+    # Example: the name of a Kubernetes pod that has just started does not resolve yet.
     deadline = time.monotonic() + _NAME_SECONDS
     while True:
         try:
@@ -221,10 +216,12 @@ def _wait_for_name(host: str) -> None:
 
 
 def leave_store(ranks: Iterable[int]) -> None:
-    """Call it on all of `ranks` before they exit, if there is no process group yet.
+    """Makes rank 0 wait until the other ranks no longer need the key-value store.
 
-    If rank 0 serves the key-value store, rank 0 waits here until the other ranks have called it too. They
-    could not read the store after rank 0 has ended.
+    All of `ranks` call it before they exit, if init_process_group was not called. Rank 0 waits at most a
+    minute, and only if it serves the store.
+
+    ranks: Ranks that will call it.
     """
     if world_size() == 1:
         return
