@@ -322,10 +322,6 @@ class FlatParameters:
         return merged
 
     def zeros(self, ranges: Sequence[slice]) -> ShardBuffers:
-        """Returns zeros for some ranges of the flat tensor, in the dtype of the gradients.
-
-        ranges: Ranges of positions, rising and disjoint.
-        """
         return ShardBuffers(ranges, [self.message.new_zeros(part.stop - part.start) for part in ranges])
 
     def updated_ranges_of(self, names: Collection[str]) -> list[slice]:

@@ -190,10 +190,6 @@ def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
 
 
 def code_files() -> list[Path]:
-    """Returns the Python and YAML files of this repository that a training run may use.
-
-    Tests and benchmarks, for example, are left out.
-    """
     folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in NOT_RUN]
     paths = [*REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*"))]
     return [path for path in paths if path.suffix in (".py", ".yaml")]
@@ -254,13 +250,8 @@ def _warn_of_other_formats(starts: list[dict]) -> None:
 
 
 def _warn_of_restarts(hosts: list[str]) -> None:
-    """Warns if torchrun could not restart the processes after the loss of a machine.
-
-    With torch 2.13, restarts fail if torchrun itself serves the key-value store of the ranks on rank 0's
-    machine. A machine that returns then does not find the others.
-
-    hosts: Names of the machines on which torchrun serves the key-value store.
-    """
+    # With torch 2.13, restarts fail if torchrun itself serves the ranks' key-value store on rank 0's node. A
+    # node that returns then does not find the other nodes. `hosts`: nodes on which torchrun serves the store.
     has_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if is_elastic() and not has_restarts:
         log.warning(

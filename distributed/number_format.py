@@ -15,8 +15,6 @@ _BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # of x86 processors, faste
 
 
 class Choice(NamedTuple):
-    """A number format, and the reason for choosing it as text."""
-
     name: NumberFormat
     reason: str
 

@@ -14,10 +14,6 @@ def describe_processor() -> str:
 
 
 def processor_name() -> str:
-    """Returns the name of this machine's CPU, such as "AMD EPYC".
-
-    If the name is unknown, returns the architecture, such as "x86_64".
-    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not on Linux

@@ -100,7 +100,6 @@ def part_of_whole(full: Tensor, shard: Shard) -> Tensor:
 
 
 def tensor_of(stored: Tensor | Shard) -> Tensor:
-    """Returns the elements of a `Shard`, or a tensor unchanged. Does not copy."""
     return stored.tensor if isinstance(stored, Shard) else stored
 
 

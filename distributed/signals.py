@@ -79,10 +79,7 @@ class Interruption:
         self._last_requests: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_requested(self) -> bool:
-        """Returns whether this rank has received a signal to stop.
-
-        Other ranks may not know it yet.
-        """
+        # Other ranks may not know it yet.
         return self._is_requested
 
     def is_agreed(self) -> bool:

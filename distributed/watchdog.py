@@ -131,11 +131,6 @@ class Watchdog:
         return bool(self._alarm or self._found)
 
     def pop_recovery(self) -> dict[str, float]:
-        """Returns {"recovery_seconds": seconds} once after a failed run was resumed. Returns {} otherwise.
-
-        The time is from the failure to the end of the first training step after the restart. Only rank 0 has
-        it.
-        """
         return self._record.pop_recovery() if self._record else {}
 
     def is_paused(self) -> bool:

@@ -47,7 +47,6 @@ def local_world_size() -> int:
 
 
 def num_nodes() -> int:
-    """Returns the number of machines that run processes of this program."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 

@@ -69,9 +69,9 @@ def main() -> None:
 
 
 def describe_process() -> str:
-    """Returns a text table with versions, hardware and environment variables for distributed runs.
+    """Returns a text table of versions, hardware and environment variables for distributed runs.
 
-    Also sets the number of CPU threads, as a run does.
+    Also calls torch.set_num_threads, as a training run does.
     """
     return _table(
         ("python", f"{platform.python_version()} ({sys.executable})"),
@@ -87,12 +87,12 @@ def describe_process() -> str:
 
 
 def check_ranks(options: argparse.Namespace) -> None:
-    """Checks all processes of torchrun, and prints the results. All ranks call it.
+    """Tests connections between all ranks, measures their speed, and prints the results.
 
-    Tests connections between ranks, and measures the speed of matrix products and messages. If a rank fails
-    or does not start, all ranks exit with status 1. If a rank hangs, they exit with status 124.
+    All ranks call it. If a rank fails or does not start, all ranks exit with status 1. If a rank hangs, they
+    exit with status 124.
 
-    options: Command-line options: device, backend, timeout (seconds) and quick.
+    options: Parsed command-line options: device, backend, timeout (seconds) and quick.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
@@ -127,10 +127,6 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 
 def _compare_rates(rates: Sequence[Rates]) -> None:
-    """Prints whether `arch.forward_dtype=auto` chooses the faster dtype. Prints one line if all ranks agree.
-
-    rates: Measured speeds of each rank.
-    """
     ranks: dict[str, list[int]] = {}
     for number, speeds in enumerate(rates):
         ranks.setdefault(speeds.compare(), []).append(number)
@@ -139,10 +135,7 @@ def _compare_rates(rates: Sequence[Rates]) -> None:
 
 
 def _check_names(hosts: Sequence[str]) -> None:
-    """Warns of host names that other hosts cannot resolve. torchrun would hang on them without a message.
-
-    All ranks call it. hosts: Host name of each rank.
-    """
+    # torchrun would hang on such names without a message.
     unknown = _on_all_ranks("look up names", lambda: [host for host in set(hosts) if not _is_known(host)])
     for name in dict.fromkeys(hosts) if is_main() else ():
         if callers := list(
@@ -162,15 +155,8 @@ def _is_known(host: str) -> bool:
 
 
 def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:
-    """Tests whether every rank can connect to every other rank over TCP. Rank 0 warns of failures.
-
-    All ranks call it. If two ranks cannot connect in either direction, all ranks exit with status 1.
-
-    rows: For each rank its values in the printed table. The first is the host name, the last three are
-    network interface, IP address and port. timeout_seconds: Time limit of a connection.
-    """
     connect = functools.partial(links.connect, timeout_seconds=timeout_seconds)
-    addresses = [row[-2:] for row in rows]
+    addresses = [row[-2:] for row in rows]  # (IP address, port) of each rank
     # faults[a][b]: reason why rank a cannot reach rank b; empty if it can.
     faults = _on_all_ranks(
         "connect to all ranks", lambda: list(ThreadPoolExecutor(128).map(connect, addresses))
@@ -190,13 +176,12 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
-    """Runs a function on all ranks. Returns the list of its results on all ranks. All ranks call it.
+    """Runs a function on all ranks, and returns the list of its results.
 
-    If the function raises an exception on one rank, all ranks exit with status 1. If a rank hangs, the
-    watchdog ends all ranks.
+    All ranks call it. If the function raises an exception on one rank, all ranks exit with status 1.
 
-    name: What the function does, such as "look up names", for error messages. Each call needs another name.
-    action: Function without arguments. Its result must be a JSON value.
+    name: What the function does, for error messages, such as "look up names". Each call needs another name.
+    action: Function that returns a JSON value.
     """
     try:
         outcome = (action(), None)
@@ -212,7 +197,6 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
 
 
 def _end_all(reason: str) -> NoReturn:
-    """Exits on all ranks with status 1. Rank 0 prints the reason first. All ranks call it."""
     store = world.rendezvous_store()
     if is_main():
         log.error(reason)
@@ -231,15 +215,6 @@ def _table(*rows: Sequence[object]) -> str:
 def _measure_links(
     device: torch.device, rows: Sequence[Sequence[Any]], *, is_quick: bool, watchdog: Watchdog
 ) -> None:
-    """Measures how fast ranks exchange messages, in pairs and by an all-reduce. Prints the results.
-
-    All ranks call it.
-
-    device: Device of the sent tensors.
-    rows: For each rank its values in the printed table. The first is the host name, the fifth the interface.
-    is_quick: Whether to send fewer and smaller messages.
-    watchdog: Ends all ranks if one hangs. Its time limit holds for each pair.
-    """
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
     log.info(f"\n{device.type} tensors: round trip of 4 bytes, and rate of {large >> 20} MiB messages")
     hosts, durations = [row[0] for row in rows], {}
