@@ -23,9 +23,9 @@ def has_group() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A group of ranks, such as a `ProcessGroup` of torch.distributed. This rank is a member.
+    """A group of ranks that includes this rank, with collectives as methods.
 
-    Its methods are collectives: all ranks of the group call them.
+    All ranks of the group call each method together.
 
     Attributes:
         index: Rank of this process within the group.
@@ -107,8 +107,8 @@ class Ranks:
 
         Returns (numbers, rows), concatenated in the order of ranks.
 
-        numbers: Integers [n], such as row numbers. They must fit into an integer as large as one element of
-        `rows`. rows: Tensor [n, k]. counts: The n of every rank. All ranks must know them.
+        numbers: Integers [n], such as row numbers. They must not need more bits than one element of `rows`
+        has. rows: Tensor [n, k]. counts: The n of every rank. All ranks must know them.
         """
         if not self.is_distributed:
             return numbers, rows
@@ -187,10 +187,10 @@ ALONE = Ranks()
 
 
 class AllToAllPlan:
-    """Exchanges rows of a table that is divided among ranks: rank i % size stores row i.
+    """Exchanges rows of a table that is divided among ranks.
 
-    Row i is row i // size of the rank that stores it. All ranks of the group create a plan together, and
-    call its methods together.
+    Rank i % size stores row i. On that rank, its row number is i // size. All ranks of the group create a plan together, and call its
+    methods together.
 
     Args:
         identifiers: int64 [n], the table rows that this rank needs.
@@ -328,7 +328,7 @@ class RankSums:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns the sum of a tensor's bits, read as integers: int64 scalar, modulo 2^64.
+    """Views a tensor as integers, and returns their sum modulo 2^64 (int64 scalar).
 
     If a single bit of the tensor changes, the sum changes.
     """

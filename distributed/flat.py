@@ -113,7 +113,7 @@ class FlatParameters:
             they use shared memory. Without shared memory, None means that every rank updates everything.
         in_shared_memory: Whether to use memory that all ranks of a machine share, if that is possible.
         undecayed: Names of parameters without weight decay. May contain names of other parameters.
-        unsplit: Names of matrices that one rank must update as a whole.
+        unsplit: Names of matrices that must not be divided among ranks, because of their optimizer.
         sharded: Names of parameters to shard in mixed precision.
         compute_dtype: Dtype of the sharded parameters in the forward pass. If None, that of the parameters.
         is_part: Whether other ranks hold other parameters of the model (pipeline or tensor parallel).
@@ -303,8 +303,8 @@ class FlatParameters:
     def around(self, shard: slice) -> list[slice]:
         """Returns the ranges of the flat tensor that the rank with this shard updates.
 
-        These are `shard`, and the ranges of the parameters that every rank updates. The result is rising and
-        disjoint.
+        The flat tensor contains all parameters, one after the other. The result contains `shard`, and the
+        ranges of the parameters that every rank updates. It is rising and disjoint.
 
         shard: Range of positions that only this rank updates.
         """
@@ -325,7 +325,10 @@ class FlatParameters:
         return ShardBuffers(ranges, [self.message.new_zeros(part.stop - part.start) for part in ranges])
 
     def updated_ranges_of(self, names: Collection[str]) -> list[slice]:
-        """Returns the ranges of the flat tensor where this rank updates the parameters `names`."""
+        """Returns the ranges of the flat tensor where this rank updates the parameters `names`.
+
+        The flat tensor contains all parameters, one after the other.
+        """
         pairs = itertools.product(self.ranges(names), self._updated_ranges)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [part for part in common if part.start < part.stop]
@@ -347,7 +350,7 @@ class FlatParameters:
             self.shard_group.all_gather_ranges_(self._padded, self._shards)
 
     def average_shards(self) -> list[slice]:
-        """Divides the flat tensor among all ranks, to average the weights (EMA).
+        """Divides the flat tensor of all weights among ranks, to average the weights (EMA).
 
         Returns one range of positions for each rank. The ranges are disjoint. A rank averages only weights
         that it also updates.
@@ -384,6 +387,8 @@ class FlatParameters:
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
         """Returns the ranges of positions in the flat tensor where the parameters `names` are.
+
+        The flat tensor contains all parameters, one after the other.
 
         joins: Whether to merge adjacent ranges.
         """

@@ -144,9 +144,9 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
 def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
     """Waits until all ranks have started, and warns about machines that differ from rank 0's.
 
-    Warns if a machine has other code, another version of torch, or other hardware for bfloat16. All ranks
-    call it, before the process group exists. If a rank does not start in time, the others exit with status
-    1.
+    Warns if a machine has other code or another version of torch, or if bfloat16 is fast only on some of the
+    machines. All ranks call it, before the process group exists. If a rank does not start in time, the
+    others exit with status 1.
 
     device: Value of the config key `device`. timeout_seconds: Time limit.
     """

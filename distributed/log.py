@@ -185,7 +185,8 @@ def leave_last_words(text: str) -> None:
 def capture_library_warnings() -> None:
     """Prints warnings of libraries in the format of this module, also into the log file.
 
-    Only libraries that are already imported are included.
+    Call it after importing the libraries. Otherwise, libraries that do not pass their messages to Python's
+    root logger, such as torch, are not included.
     """
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_forward)

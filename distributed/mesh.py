@@ -68,7 +68,7 @@ def describe_position(number: int, sizes: dict[str, int]) -> str:
 
 
 class Mesh:
-    """Layout of all ranks along four axes, with process groups, as torch's `DeviceMesh`.
+    """Layout of all ranks along four axes, with process groups, similar to torch's `DeviceMesh`.
 
     The axes are pipeline, replicate, shard and tensor. All ranks create a mesh together.
 

@@ -44,7 +44,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def end_torchrun() -> int:
-    """Ends torchrun on all machines after a signal has stopped all ranks.
+    """Ends torchrun on every machine, if there are several, after a signal stopped all ranks.
 
     All ranks call it. Returns the exit status for this process, usually 0. If torchrun may continue with
     fewer machines (--nnodes MIN:MAX), torchrun is not ended. The status then makes it start the processes
@@ -64,9 +64,9 @@ def end_torchrun() -> int:
 
 
 class Interruption:
-    """Context manager that stops all ranks after the same step if one receives a signal.
+    """Stops all ranks after the same training step if one receives a signal.
 
-    Example: Ctrl-C. If a rank does not stop in time, it exits without saving.
+    It is a context manager. An example of a signal is Ctrl-C. If a rank does not stop in time, it exits without saving.
 
     is_paused: Function that returns whether this rank does something other than a training step, such as
     saving. During such work, there is no time limit until a second signal arrives.

@@ -82,6 +82,8 @@ class Cut(NamedTuple):
     def spans(self, part: slice) -> Spans:
         """Returns the positions in the flattened full weight of some elements of this rank's part.
 
+        A `Span` contains equal pieces at equal distances.
+
         part: Range of positions in the flattened part.
         """
         rest = math.prod(self.shape) // (self.outer * self.middle)

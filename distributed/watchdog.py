@@ -78,7 +78,7 @@ class Watchdog:
     With one rank it does nothing. Every rank must finish its first training step within
     init_timeout_seconds, and each later step within step_timeout_seconds. Inside a `paused` block, steps
     have no time limit. If a rank exceeds the limit, or does not respond for as long, every rank prints the
-    stacks of its threads and exits with status EXIT_HANG.
+    stacks of its threads and exits with status 124.
 
     Time in which this process was suspended (SIGSTOP) does not count.
     """
@@ -103,7 +103,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def keep_record(self, path: Path) -> None:
-        """Keeps a file that tells the next start of the run when this start failed.
+        """Keeps a file from which the next start of the run computes the recovery time.
 
         Rank 0 calls it before the first training step.
 

@@ -236,6 +236,7 @@ def _measure_links(
     )
     log.info(f"\nall {size} ranks can reach each other")
     if len(set(hosts)) > 1:
+        # rows[number][4] is the network interface.
         ends = (f"{hosts[number]} ({rows[number][4]})" for number in max(durations, key=durations.get))
         log.info(f"\nthe slowest link is between {' and '.join(ends)}")
 

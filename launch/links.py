@@ -114,8 +114,8 @@ def measure_link(
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
     """Returns the median time of calling all functions of `calls` once, in seconds.
 
-    calls: Functions that get `message`, such as torch.distributed.all_reduce. repeats: Number of
-    measurements, in addition to a first one that is not counted.
+    calls: Functions to call with `message`, such as torch.distributed.all_reduce. message: Tensor to send.
+    repeats: Number of measurements, in addition to a first one that is not counted.
     """
     times = []
     for _ in range(repeats + 1):
