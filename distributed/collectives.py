@@ -189,8 +189,8 @@ ALONE = Ranks()
 class AllToAllPlan:
     """Exchanges rows of a table that is divided among ranks.
 
-    Rank i % size stores row i. On that rank, its row number is i // size. All ranks of the group create a plan together, and call its
-    methods together.
+    Rank i % size stores row i. On that rank, its row number is i // size. All ranks of the group
+    create a plan together, and call its methods together.
 
     Args:
         identifiers: int64 [n], the table rows that this rank needs.

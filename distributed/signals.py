@@ -66,7 +66,8 @@ def end_torchrun() -> int:
 class Interruption:
     """Stops all ranks after the same training step if one receives a signal.
 
-    It is a context manager. An example of a signal is Ctrl-C. If a rank does not stop in time, it exits without saving.
+    It is a context manager. An example of a signal is Ctrl-C. If a rank does not stop in time, it
+    exits without saving.
 
     is_paused: Function that returns whether this rank does something other than a training step, such as
     saving. During such work, there is no time limit until a second signal arrives.
