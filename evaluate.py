@@ -36,7 +36,7 @@ from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, memory_errors
 from distributed.launch import Program, launch
 from distributed.number_format import Choice, choose_evaluation_format
-from distributed.process_group import is_main, world_size
+from distributed.world import is_main, world_size
 from evaluation.compilation import compiler_cache_errors, compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.known import broadcast_match, known_puzzles

@@ -33,9 +33,10 @@ from config.compose import compose_config, config_with, show
 from config.programs import SolveConfig
 from dataset.metadata import Metadata
 from distributed import log
+from distributed.backend import choose_device, set_cpu_threads
 from distributed.errors import local_errors
 from distributed.number_format import choose_evaluation_format
-from distributed.process_group import choose_device, set_cpu_threads, world_size
+from distributed.world import world_size
 from evaluation.questions import Questions
 from evaluation.solving import Answer, answer_puzzle
 from evaluation.terminal import draw_answer

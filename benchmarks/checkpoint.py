@@ -28,7 +28,7 @@ from benchmarks.harness import (
     run_main,
 )
 from benchmarks.worlds import TINY, Trainer
-from distributed.process_group import choose_device, set_cpu_threads
+from distributed.backend import choose_device, set_cpu_threads
 from training.checkpoints import CheckpointManager
 
 _PARTS = ("stall", "saved", "loaded")

@@ -23,7 +23,7 @@ from dataset.build import build_dataset
 from dataset.files import open_dataset
 from dataset.loader import PuzzleDataset, read_batches
 from dataset.plan import Stage, TrainPlan
-from distributed.process_group import choose_device, set_cpu_threads
+from distributed.backend import choose_device, set_cpu_threads
 
 _BATCH_SIZE = 768
 _BATCHES_PER_ROUND = {"arc": 40, "sudoku": 400}

@@ -27,8 +27,8 @@ from benchmarks.worlds import TINY
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
 from dataset.mixture import open_datasets
+from distributed.backend import choose_device, set_cpu_threads
 from distributed.number_format import choose_evaluation_format
-from distributed.process_group import choose_device, set_cpu_threads
 from evaluation.passes import evaluate_split
 
 _TRAINING = (

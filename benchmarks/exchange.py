@@ -33,16 +33,10 @@ import torch.distributed as dist
 
 from benchmarks.harness import cells, fail, measurement, parse, print_report, ratio, run_main
 from benchmarks.worlds import Trainer, World, model_sizes, take_turns, timed, world_parser
+from distributed.backend import choose_device, process_group, set_cpu_threads
 from distributed.collectives import all_ranks
 from distributed.errors import abort_all
-from distributed.process_group import (
-    choose_device,
-    is_main,
-    num_nodes,
-    process_group,
-    set_cpu_threads,
-    world_size,
-)
+from distributed.world import is_main, num_nodes, world_size
 
 _WHOLE_UPDATE = "data_parallel_shard_degree=1"  # without sharding of the optimizer
 _NEVER = 10**5  # with so many local_steps, no step of a benchmark sends messages

@@ -23,8 +23,8 @@ from config.schema import PretrainConfig
 from dataset.metadata import Metadata
 from distributed.mesh import Mesh, sizes_of
 from distributed.pipeline import Ring, circulate
-from distributed.process_group import world_size
 from distributed.shards import tensor_of
+from distributed.world import world_size
 from training.dry_run import Needs, Sent
 from training.layout import layout_of
 from training.model import count_steps

@@ -24,13 +24,14 @@ from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.loader import Batch
 from dataset.metadata import Metadata
+from distributed.backend import choose_device, process_group, set_cpu_threads
 from distributed.collectives import barrier, broadcast_object
 from distributed.errors import local_errors
 from distributed.launch import keep_freed_memory
-from distributed.process_group import choose_device, process_group, set_cpu_threads, world_size
 from distributed.progress import Progress
 from distributed.shards import tensor_of
 from distributed.signals import stop_signals
+from distributed.world import world_size
 from optimizers.learning_rate import learning_rates
 from runtime.command_line import OneLineParser
 from training.clock import StepClock

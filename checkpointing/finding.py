@@ -43,7 +43,7 @@ from config.schema import Paths, Seed, StageConfig, Text, all_data_paths, valida
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors
-from distributed.process_group import is_main, local_rank
+from distributed.world import is_main, local_rank
 from runtime.reading import PointerFileError, read_json, read_yaml
 
 if TYPE_CHECKING:  # the Hub's modules are imported only when needed

@@ -33,8 +33,8 @@ from checkpointing.files import MANIFEST_FILE, checkpoints_in, manifest_text, st
 from checkpointing.tensors import SHARDS, shard_file
 from distributed import log
 from distributed.collectives import broadcast_object
-from distributed.process_group import connect_store, is_main, rank, world_size
 from distributed.shards import Shard, Tensors, tensor_of
+from distributed.world import connect_store, is_main, rank, world_size
 from runtime.writing import flush, write_text
 
 _OTHERS_SECONDS = 600.0  # how long rank 0 waits for the other ranks, after it has written its own files

@@ -22,7 +22,7 @@ _DUMP_SIGNAL = signal.SIGQUIT  # Python does not use this signal; Ctrl-\ sends i
 
 
 class Backstop:
-    """A helper process that kills this process if `renew` is not called in time."""
+    """Starts a helper process that kills this process if `renew` is not called in time."""
 
     def __init__(self) -> None:
         faulthandler.register(
@@ -33,12 +33,10 @@ class Backstop:
         os.set_blocking(self._helper.stdin.fileno(), False)
 
     def renew(self, seconds: float) -> None:
-        """Restarts the countdown: this process is killed if `renew` is not called again within `seconds`."""
         with contextlib.suppress(OSError):  # the helper has ended, or is stopped and its pipe is full
             self._helper.stdin.write(f"{seconds}\n".encode())
 
     def close(self) -> None:
-        """Ends the helper process. This process is not watched after that."""
         self._helper.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a forked child may still hold the pipe
             self._helper.wait(timeout=4 * _TICK_SECONDS)
@@ -46,9 +44,11 @@ class Backstop:
 
 
 def is_stopped(process: int) -> bool:
-    """Returns whether the process with this number (PID) is stopped by a signal or a debugger.
+    """Returns whether a process is suspended, for example by SIGSTOP or a debugger.
 
     Returns False on systems without /proc.
+
+    process: Number of the process (PID).
     """
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
@@ -56,11 +56,7 @@ def is_stopped(process: int) -> bool:
 
 
 def _watch(process: int) -> None:
-    """Kills the process with the PID `process` if its messages stop. Runs in the helper process.
-
-    Each line on stdin is a number: the seconds until the next line must arrive. Returns when the process ends
-    or closes the pipe.
-    """
+    # Each line on stdin is a message: the number of seconds until the next line must arrive.
     limit, waited, last = float("inf"), 0.0, time.monotonic()
     while os.getppid() == process:
         is_readable = select.select([0], [], [], _TICK_SECONDS)[0]

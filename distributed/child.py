@@ -34,12 +34,12 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Starts a command as a child process, and returns the process.
 
-    The command's stdout and stderr go to `output`. Ctrl-C in the terminal does not reach the child. On Linux,
-    the child receives `stop_signal` when this process dies.
+    The command's stdout and stderr go to `output`. Ctrl-C in the terminal does not reach the child. On
+    Linux, the child receives `stop_signal` when this process dies.
 
-    output: An open file, or subprocess.PIPE. cores: CPU cores of the child (Linux only). If None, those of
-    this process. folder: Working directory of the child. environment: Variables to add to those of this
-    process.
+    output: An open file, or subprocess.PIPE. cores: CPU cores that the child may use (Linux only). If None,
+    the cores of this process. folder: Working directory of the child. environment: Variables to add to those
+    of this process.
     """
     if sys.platform == "linux":
         cores = ",".join(map(str, cores or os.sched_getaffinity(0)))
@@ -58,7 +58,8 @@ def start_child(
 def why_it_failed(output: str, status: int) -> str:
     """Returns the first error message in the output of a failed program.
 
-    Without an error message, returns a text such as "ended with status 137: <last line of the output>".
+    If the output contains no error message, returns a text such as "ended with status 137: <last line of the
+    output>".
 
     output: Text of stdout and stderr. status: Exit status of the program.
     """
@@ -68,13 +69,13 @@ def why_it_failed(output: str, status: int) -> str:
 
 
 def run_child(program: str, arguments: Sequence[str], *, processes: int = 1) -> None:
-    """Runs a program such as pretrain.py to its end, and prints the program's output on stdout.
+    """Runs a program such as pretrain.py to its end, and prints its output on stdout.
 
-    If an exception such as KeyboardInterrupt interrupts this function, it sends SIGTERM to the program, waits
-    for its end, and raises the exception again. Raises ValueError if the program fails.
+    If an exception such as KeyboardInterrupt interrupts this function, it sends SIGTERM to the program,
+    waits until the program ends, and raises the exception again. Raises ValueError if the program fails.
 
-    program: File name in this repository. arguments: Command-line arguments of the program. processes: Number
-    of processes. If more than 1, torchrun starts them.
+    program: File name in this repository. arguments: Command-line arguments of the program. processes:
+    Number of processes. If more than 1, torchrun starts them.
     """
     if processes < 1:
         raise ValueError(f"processes={processes} is less than 1. Set processes to 1 or more.")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.process_group import rank, world_size
+from distributed.world import rank, world_size
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
@@ -23,9 +23,9 @@ def has_group() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A group of ranks that includes this rank.
+    """A group of ranks that includes this rank, with collectives as methods.
 
-    Its methods are collectives: all ranks of the group call them.
+    All ranks of the group call each method together.
 
     Attributes:
         index: Rank of this process within the group.
@@ -39,17 +39,12 @@ class Ranks:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the methods communicate: there are several ranks, and torch.distributed is initialized."""
         return self.size > 1 and has_group()
 
     def barrier(self) -> None:
         self.all_reduce_sum_(torch.zeros(1))
 
     def broadcast_(self, tensors: list[Tensor], *, source: int = 0) -> None:
-        """Overwrites the tensors on all ranks with those of rank `source` of the group. All ranks call it.
-
-        Sends one message for each dtype.
-        """
         if not self.is_distributed:
             return
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
@@ -65,19 +60,16 @@ class Ranks:
         return tensor
 
     def reduce_sum_(self, tensor: Tensor) -> Tensor:
-        """Overwrites `tensor` on rank 0 of the group with the sum over ranks. All ranks call it.
-
-        Returns the same tensor. On other ranks, its values become undefined.
-        """
+        # On other ranks than rank 0, the values become undefined.
         if self.is_distributed:
             dist.reduce(tensor, group_dst=0, group=self.group)
         return tensor
 
     def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
-        """Gathers some integers from all ranks. All ranks call it.
+        """Gathers integers from all ranks. All ranks call it.
 
-        Returns one list for each of `counts`: its values on all ranks. Example: rank 0 calls it with (2, 5)
-        and rank 1 with (3, 7). The result is [[2, 3], [5, 7]].
+        Returns one list for each argument, with its values on all ranks. Example: rank 0 passes (2, 5) and
+        rank 1 passes (3, 7). Both get [[2, 3], [5, 7]].
 
         device: Device of the tensor that is sent.
         """
@@ -89,11 +81,12 @@ class Ranks:
         return torch.stack(parts, dim=1).tolist()
 
     def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
-        """Returns the rows of all ranks, concatenated. All ranks call it. Rank r passes `rows` [n_r, ...].
+        """Returns the rows of all ranks, concatenated in the order of ranks.
 
-        The number n_r may differ from rank to rank, and may be 0.
+        All ranks call it.
 
-        counts: List of all n_r, if every rank already knows it. If None, an extra message gathers it.
+        rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank, if
+        every rank already knows them. If None, they are gathered by an additional message.
         """
         if not self.is_distributed:
             return rows
@@ -110,13 +103,12 @@ class Ranks:
     def all_gather_numbered_rows(
         self, numbers: Tensor, rows: Tensor, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Gathers rows, each with an integer such as its row number, from all ranks. All ranks call it.
+        """Gathers rows and one integer for each row from all ranks. All ranks call it.
 
-        Returns (numbers, rows) of all ranks, concatenated in the order of ranks. Numbers and rows are sent in
-        one message. Each number must therefore fit into the bits of one element of `rows`.
+        Returns (numbers, rows), concatenated in the order of ranks.
 
-        numbers: Integers [n_r] on rank r. rows: [n_r, k] on rank r. counts: List of all n_r, which every rank
-        must know.
+        numbers: Integers [n], such as row numbers. They must not need more bits than one element of `rows`
+        has. rows: Tensor [n, k]. counts: The n of every rank. All ranks must know them.
         """
         if not self.is_distributed:
             return numbers, rows
@@ -126,12 +118,13 @@ class Ranks:
         return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
 
     def all_to_all_rows(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        """Sends some rows to each rank. Returns the rows that this rank received. All ranks call it.
+        """Sends some rows to each rank.
 
-        The first sent[0] rows go to rank 0, the next sent[1] rows to rank 1, and so on. The received rows are
-        in the order of the ranks that sent them.
+        Returns the rows that this rank received. All ranks call it. The first sent[0] rows go to rank 0, the
+        next sent[1] rows to rank 1, and so on. The received rows are in the order of the ranks that sent
+        them.
 
-        rows: [n, ...]. sent: Number of rows for each rank. received: Number of rows from each rank.
+        rows: Tensor [n, ...]. sent: Number of rows for each rank. received: Number of rows from each rank.
         """
         if not self.is_distributed:
             return rows
@@ -140,10 +133,6 @@ class Ranks:
         return arrived
 
     def gather(self, tensor: Tensor, *, destination: int) -> list[Tensor] | None:
-        """Gathers a tensor from every rank. All ranks call it, with tensors of equal shapes.
-
-        Returns the list of tensors on rank `destination`, and None on other ranks.
-        """
         if not self.is_distributed:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.size)] if self.index == destination else None
@@ -151,12 +140,12 @@ class Ranks:
         return gathered
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
-        """Sends tensor r of `tensors` on rank `source` to rank r. Returns the tensor that this rank received.
+        """Sends one tensor to each rank.
 
-        All ranks call it.
+        Returns the tensor that this rank received. All ranks call it.
 
-        tensors: On rank `source`, one tensor for each rank. On other ranks, None. like: A tensor with the
-        shape and dtype of the result.
+        tensors: On rank `source` of the group, one tensor for each rank. On other ranks, None. like: Any
+        tensor with the shape and dtype of the result.
         """
         if not self.is_distributed:
             return tensors[0]
@@ -165,13 +154,13 @@ class Ranks:
         return part
 
     def all_gather_ranges_(self, full: Tensor, ranges: Sequence[slice]) -> None:
-        """Completes a tensor [n] on all ranks: full[ranges[r]] is sent from rank r to all other ranks.
+        """Fills a tensor [n] on all ranks.
 
-        All ranks call it. If the ranges follow each other and have equal lengths, sends one message. The last
-        range may then be shorter, if `full` has unused elements behind it. Otherwise, sends one message for
-        each range.
+        Rank r sends its elements `full[ranges[r]]` to the others. All ranks call it. If the ranges are
+        adjacent and of equal length, one message is sent. Otherwise, each range is a message.
 
-        full: Tensor to complete in place. ranges: One range for each rank, disjoint, equal on all ranks.
+        full: Tensor to fill in place. ranges: One range for each rank, disjoint. All ranks pass the same
+        ranges.
         """
         if not self.is_distributed:
             return
@@ -200,12 +189,16 @@ ALONE = Ranks()
 class AllToAllPlan:
     """Exchanges rows of a table that is divided among ranks.
 
-    Rank i % size owns row i of the table, and stores it as its row i // size. `fetch` gets rows from their
-    owners, and `send` sends one value for each row to its owner. All ranks build a plan together, and call
-    its methods together. On CUDA, building a plan waits for the device.
+    Rank i % size stores row i. On that rank, its row number is i // size. All ranks of the group
+    create a plan together, and call its methods together.
 
-    identifiers: int64 [n], the table rows that this rank needs. local_rows: int64 [m], the rows that any rank
-    needs from this rank, as row numbers on this rank. The rows that rank 0 needs come first.
+    Args:
+        identifiers: int64 [n], the table rows that this rank needs.
+        ranks: Ranks that divide the table.
+
+    Attributes:
+        local_rows: int64 [m], the rows that any rank needs from this rank, as row numbers on this rank.
+            The rows that rank 0 needs come first.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
@@ -219,21 +212,21 @@ class AllToAllPlan:
         self.local_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, owned_rows: Tensor) -> Tensor:
-        """Gets the table rows `identifiers` of the plan from the ranks that own them. All ranks call it.
+        """Returns the table rows that this rank needs, [n, ...], in the order of `identifiers`.
 
-        Returns a tensor [n, ...] with one row for each identifier, in this order.
+        All ranks call it.
 
-        owned_rows: All table rows that this rank owns.
+        owned_rows: All table rows that this rank stores.
         """
         lent = owned_rows[self.local_rows]
         arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends row i of `rows` [n, ...] to the rank that owns row identifiers[i] of the table.
+        """Sends row i of `rows` [n, ...] to the rank that stores table row `identifiers[i]`.
 
         All ranks call it. Returns the rows that this rank received, [m, ...]. Received row j belongs to row
-        local_rows[j] on this rank.
+        `local_rows[j]` of this rank.
         """
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
@@ -248,9 +241,10 @@ def barrier() -> None:
 
 
 def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
-    """Gathers a Python object from every rank. Returns the list of objects on rank 0 of the group.
+    """Gathers a Python object from every rank. All ranks of the group call it.
 
-    Returns None on other ranks. All ranks call it. The objects are pickled.
+    Returns the list of objects on the first rank of the group, and None on other ranks. The objects are
+    pickled.
 
     ranks: Group that takes part. If None, all ranks.
     """
@@ -263,7 +257,10 @@ def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Returns rank 0's value on every rank. All ranks call it. The values of other ranks are ignored."""
+    """Returns rank 0's value on every rank.
+
+    All ranks call it. The values of other ranks are ignored.
+    """
     if not has_group():
         return value
     values = [value]
@@ -272,12 +269,17 @@ def broadcast_object(value: Any) -> Any:
 
 
 class RankSums:
-    """Running sums of named numbers (for example, metrics) on this rank. `reduce` adds them over ranks.
+    """Sums named numbers, such as the loss, over training steps and over ranks.
 
-    Sums stay on the device, and adding never waits for it. They are float64 (float32 on mps).
+    `add` sums on this rank, without waiting for the GPU. `reduce` then sums over ranks.
 
-    names: Names of the numbers to sum. ranks: Group of ranks over which `reduce` sums. steps: Attribute.
-    Number of calls of `add` so far.
+    Args:
+        names: Names of the numbers.
+        device: Device of the sums. They are float64 (on mps, float32).
+        ranks: Ranks over which `reduce` sums.
+
+    Attributes:
+        steps: Number of calls of `add` since the last `reset`.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, ranks: Ranks):
@@ -288,9 +290,11 @@ class RankSums:
         self.steps = 0
 
     def add(self, scalars: dict[str, Tensor]) -> None:
-        """Adds the numbers of one step, {name: scalar tensor}. Every rank must pass the same names.
+        """Adds the numbers of one step to the sums.
 
-        Names that the constructor did not get are ignored.
+        All ranks must pass the same names.
+
+        scalars: {name: scalar tensor}. Names that were not passed to the constructor are ignored.
         """
         zero = self._sums.new_zeros(())
         self._sums += torch.stack([scalars.get(name, zero).to(self._sums.dtype) for name in self._names])
@@ -298,10 +302,10 @@ class RankSums:
         self.steps += 1
 
     def reduce(self) -> dict[str, float]:
-        """Returns {name: sum over all ranks} on rank 0 of the group. All ranks call it.
+        """Returns {name: sum over all ranks} on the first rank of the group.
 
-        On other ranks, the values are undefined. The sums are not reset. Names that were not added since the
-        last reset are left out.
+        All ranks call it. On other ranks, the values are undefined. Names that were never added are left
+        out. The sums are not reset.
         """
         return self._by_name(self.ranks.reduce_sum_(self._sums.clone()))
 
@@ -311,14 +315,9 @@ class RankSums:
         self.steps = 0
 
     def own(self) -> dict[str, float]:
-        """Returns {name: sum of this rank only}. Names that `add` has not received are left out."""
         return self._by_name(self._sums)
 
     def fill_(self, sums: dict[str, float], *, steps: int) -> None:
-        """Restores the sums of this rank when a run is resumed.
-
-        sums: {name: sum}, as `own` returned it. steps: Number of calls of `add` that these sums contain.
-        """
         self.steps, self._present = steps, sums.keys() & set(self._names)
         values = [sums.get(name, 0.0) for name in self._names]
         self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))
@@ -329,7 +328,7 @@ class RankSums:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Reads the bits of each element as an integer, and returns their sum: int64 scalar, modulo 2^64.
+    """Views a tensor as integers, and returns their sum modulo 2^64 (int64 scalar).
 
     If a single bit of the tensor changes, the sum changes.
     """
@@ -341,14 +340,13 @@ Key = tuple[str, tuple]  # (name of a tensor, which part of the tensor)
 
 
 def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], int] | None:
-    """Checks that tensors are equal on all ranks that hold them. Compares checksums. All ranks call it.
+    """Checks whether tensors with the same key are equal on all ranks that have them.
 
-    Returns None if all tensors are equal. Otherwise, returns (name of the first tensor that differs, ranks
+    All ranks call it. Returns None if all are equal. Otherwise returns (name of a tensor that differs, ranks
     where it differs, lowest rank that has it). Example: ("lm_head.weight", [3], 0) means that the tensor on
-    rank 3 differs from that on rank 0. The result is the same on all ranks.
+    rank 3 differs from the one on rank 0. The result is the same on all ranks.
 
-    tensors: {(name, part of the full tensor): tensor}. Tensors of different ranks are compared if they have
-    the same key. A rank may lack keys that other ranks have.
+    tensors: {(name, part of the full tensor): tensor}. A rank may lack keys that other ranks have.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))

@@ -14,17 +14,18 @@ import torch
 import torch.distributed as dist
 
 from distributed import log
-from distributed.process_group import all_gather_objects, is_elastic, is_main, num_nodes, rank
+from distributed.backend import all_gather_objects
+from distributed.world import is_elastic, is_main, num_nodes, rank
 
 EXIT_FAILURE = 1
 
 
 @contextlib.contextmanager
 def collective_errors() -> Iterator[None]:
-    """Context manager for a block that all ranks run. If it fails on any rank, all ranks end with status 1.
+    """Context manager that exits on all ranks with status 1 if any rank fails.
 
-    The block itself must not communicate. Rank 0 prints one line: the message of the first rank that failed.
-    If the exception is neither a ValueError nor a lack of memory, the failing rank also prints a traceback.
+    All ranks enter it. Rank 0 prints the message of the first rank that raised an exception. The block must
+    not communicate.
     """
     failure = None
     try:
@@ -42,7 +43,9 @@ def collective_errors() -> Iterator[None]:
 
 
 def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
-    """Ends all ranks with status 1. All ranks call it. Rank 0 prints the message.
+    """Prints a message on rank 0, then exits on all ranks with status 1.
+
+    All ranks call it.
 
     failed_rank: Rank that the message is about. The message names it, unless it is rank 0.
     """
@@ -54,9 +57,9 @@ def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
 
 @contextlib.contextmanager
 def local_errors() -> Iterator[None]:
-    """Context manager that turns a ValueError into one printed line, and ends this rank with status 1.
+    """Context manager that prints a ValueError as one line, and exits on this rank with status 1.
 
-    For code that runs before the process group exists. After that, use `collective_errors`.
+    Use it before the process group exists. After that, use `collective_errors`.
     """
     try:
         yield
@@ -67,12 +70,12 @@ def local_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]:
-    """Context manager for code that communicates. If the connection to a rank is lost, ends this rank.
+    """Context manager that exits with status 1 if the connection to another rank is lost.
 
-    The exit status is 1. The rank prints a message of one line. The traceback goes to its log file.
+    Prints one line. The traceback goes to this rank's log file.
 
-    is_already_reported: Function that returns whether the watchdog, which detects hanging ranks, is about to
-    end all ranks. If it returns True, the exception is raised again without a message.
+    is_already_reported: Function that returns whether the watchdog (`distributed.watchdog`) is about to end
+    all ranks. If it returns True, the exception is raised again without a message.
     """
     try:
         yield
@@ -91,12 +94,12 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
 
 @contextlib.contextmanager
 def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
-    """Context manager that turns an out-of-memory error into one printed line, and ends this rank.
+    """Context manager that prints an out-of-memory error as one line, and exits with status 1.
 
-    The exit status is 1. The line contains `advice`, such as "lower eval_batch_size". The traceback goes to
-    this rank's log file.
+    The traceback goes to this rank's log file.
 
-    folder: Folder for a snapshot of the CUDA device's memory. If None, no snapshot is written.
+    advice: Text that is added to the line, such as "lower eval_batch_size". folder: Folder for a snapshot of
+    the GPU's memory. If None, no snapshot is written.
     """
     try:
         yield
@@ -110,10 +113,6 @@ def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
 
 
 def _lack_of_memory(error: BaseException) -> str | None:
-    """Returns a text such as "out of memory (tried to allocate 2.00 GiB)". None for any other error.
-
-    If the size is unknown, the text is only "out of memory".
-    """
     text = str(error)
     is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if not is_known and getattr(error, "errno", None) != errno.ENOMEM and "can't allocate memory" not in text:
@@ -123,10 +122,7 @@ def _lack_of_memory(error: BaseException) -> str | None:
 
 
 def _write_snapshot(folder: Path | None) -> str:
-    """Writes a snapshot of the CUDA device's memory. Returns a text such as "; memory snapshot: <path> ...".
-
-    Returns "" if nothing was written: there is no folder, no CUDA device, or the write failed.
-    """
+    # Returns the end of the error message: "" if nothing was written.
     if folder is None or not torch.cuda.is_initialized():
         return ""
     path = folder / f"memory_{rank()}.pickle"
@@ -138,7 +134,7 @@ def _write_snapshot(folder: Path | None) -> str:
 
 
 def restart_advice() -> str:
-    """Returns advice for a user who has lost a rank.
+    """Returns advice for a user whose run lost a process or a machine.
 
     Example: "With --max-restarts, torchrun restarts all ranks". The text has no full stop at its end.
     """
@@ -154,9 +150,9 @@ def restart_advice() -> str:
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """Returns the reason of a lost connection, such as "Connection closed by peer". None for other errors.
+    """Returns why a connection was lost, such as "Connection closed by peer".
 
-    Recognizes errors of gloo, NCCL and the key-value store.
+    Returns None for other errors. Recognizes errors of gloo, NCCL and the key-value store.
     """
     text = str(error)
     if "gloo/transport" in text:  # "[file:line] reason. Typical causes."

@@ -10,10 +10,11 @@ from runtime.writing import write_json
 
 
 class FailureRecord:
-    """A file that records whether and when a run failed. Only rank 0 uses it.
+    """File that records when a training run failed, to print the recovery time after a restart.
 
-    The file exists while training steps run. A normal end removes it. After an error or a kill, it remains,
-    with the last time at which all ranks were alive. If the file cannot be written, the run continues.
+    The file exists while training steps run, and a normal end removes it. After an error or a kill, it
+    remains, with the last time at which all ranks were alive. If the file cannot be written, the run
+    continues.
     """
 
     def __init__(self, path: Path):
@@ -25,10 +26,9 @@ class FailureRecord:
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
-        """If the run failed before this process started, prints how long ago, and removes the file.
+        """If the run failed earlier, prints how long ago it failed, and removes the file.
 
-        The message also contains how many training steps are computed again. Call it after the first training
-        step of this process.
+        Call it after the first training step of this process.
 
         step: Number of training steps of the run that are done.
         """
@@ -43,20 +43,14 @@ class FailureRecord:
         )
 
     def pop_recovery(self) -> dict[str, float]:
-        """After a recovery, returns {"recovery_seconds": time} once.
+        """Returns {"recovery_seconds": seconds} once after a recovery. Returns {} otherwise.
 
-        The time is from the failure to the end of the first step after the restart. Returns {} in every later
-        call, and if the run did not fail before.
+        The time is from the failure to the end of the first training step after the restart.
         """
         seconds, self._recovery_seconds = self._recovery_seconds, None
         return {} if seconds is None else {"recovery_seconds": seconds}
 
     def write(self, step: int, *, silent_seconds: float) -> None:
-        """Writes the file atomically: the step, and the time at which all ranks were last alive.
-
-        step: Number of training steps done. silent_seconds: How many seconds ago all ranks were last alive.
-        It is subtracted from the current time.
-        """
         with contextlib.suppress(OSError):
             write_json(self._path, {"time": time.time() - silent_seconds, "step": step}, indent=None)
 

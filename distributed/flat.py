@@ -1,7 +1,17 @@
-"""Flat buffers of the dense parameters, so that one message or kernel processes many parameters at once.
+"""Flat tensors of the dense parameters, so that one message or kernel processes many parameters at once.
 
-`FlatParameters` fixes the order of parameters. Weights, gradients, moments and averages have one buffer each,
-and a parameter has the same range in all of them.
+A flat tensor, also called flat buffer, contains the values of many parameters, one after the other. Weights,
+gradients, moments and averages have one each, and a parameter has the same range in all of them.
+
+Parameters are in reverse order of registration, because a backward pass completes gradients in about this
+order. Parameters without weight decay come last, and start at a multiple of 1024 elements. Every parameter
+starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
+
+With ZeRO-1 (arXiv 1910.02054), a group of ranks (sharding group) divides the optimizer's work. Each rank
+updates its shard of the flat tensor, then an all-gather sends the new weights to the others. In mixed
+precision (arXiv 1710.03740), the forward pass reads the sharded parameters in `compute_dtype`. Of these, a
+rank has float32 master weights only for its shard. All other parameters stay float32, and every rank updates
+all of them. Without mixed precision, all parameters are sharded.
 """
 
 import contextlib
@@ -25,21 +35,21 @@ _FIRST_BUCKET_BYTES = 2**20  # a small bucket, so that the first message is sent
 
 
 class Scalars:
-    """Named numbers of each rank, such as the loss, that are sent to all ranks together with the gradients.
+    """Numbers of each rank, such as the loss, that are sent together with the gradients.
 
-    The numbers are a tensor [names, ranks]. Each rank writes only to its own column, so the sum over ranks
-    contains the numbers of every rank.
-
-    is_closed: If True, `add` is no longer allowed, because the message may already be sent.
+    Attributes:
+        values: Tensor [names, ranks]. A rank writes only to its own column. The sum over ranks then contains
+            the numbers of every rank.
+        is_closed: Whether `add` is forbidden, because the numbers may already be sent.
     """
 
     def __init__(self, names: Sequence[str], values: Tensor, ranks: Ranks):
         self._names, self.values, self._ranks, self.is_closed = tuple(names), values, ranks, False
 
     def add(self, **numbers: float | Tensor) -> None:
-        """Adds to the numbers of this rank.
+        """Adds to the numbers of this rank. Example: `add(loss=0.5)`.
 
-        With sync_dtype=bfloat16, only 8 significant bits of them are sent.
+        If gradients are sent as bfloat16 (sync_dtype), only 8 significant bits of the sum are sent.
         """
         assert not self.is_closed, f"{', '.join(numbers)}: too late, the scalars may already be sent"
         for name, number in numbers.items():
@@ -56,21 +66,22 @@ class Scalars:
 
 
 class ShardBuffers:
-    """Memory for only some ranges of a flat buffer (a tensor with the values of all parameters).
+    """Values for some ranges of positions in a flat tensor that contains all parameters.
 
-    Example: the optimizer state (moments) of the weights that this rank updates.
+    Example: the optimizer state of the weights that this rank updates.
 
-    ranges: Ranges of positions in the flat buffer, rising and disjoint. buffers: One tensor for each range,
-    [length of the range].
+    Args:
+        ranges: Ranges of positions in the flat tensor, rising and disjoint.
+        buffers: One tensor for each range, [length of the range].
     """
 
     def __init__(self, ranges: Sequence[slice], buffers: Sequence[Tensor]):
         self.ranges, self.buffers = tuple(ranges), tuple(buffers)
 
     def at(self, part: slice) -> Tensor:
-        """Returns a view of the memory for `part`, a range of positions in the flat buffer.
+        """Returns a view of the values at the positions `part` of the flat tensor.
 
-        It must lie within one of the ranges that this object has memory for.
+        part: Range of positions. It must lie within one of `ranges`.
         """
         for buffer_range, buffer in zip(self.ranges, self.buffers, strict=True):
             if buffer_range.start <= part.start and part.stop <= buffer_range.stop:
@@ -79,23 +90,13 @@ class ShardBuffers:
 
 
 class FlatParameters:
-    """Moves the values of many parameters into one flat tensor, and their gradients into another one.
+    """Moves the values of many parameters into one flat tensor, and their gradients into another.
 
-    A parameter has the same range in every flat tensor: weights, gradients, moments and averages. One message
-    or kernel can therefore process many parameters at once.
-
-    Parameters are in reverse order of registration, because a backward pass completes gradients in about this
-    order. Parameters without weight decay come last, and start at a multiple of 1024 elements. Every
-    parameter starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
-
-    With ZeRO-1 (arXiv 1910.02054), a group of ranks (sharding group) divides the optimizer's work. Each rank
-    updates its shard of the buffer, then an all-gather sends the new weights to the others. In mixed
-    precision (arXiv 1710.03740), the forward pass reads the parameters of `sharded` in `compute_dtype`. Of
-    these parameters, a rank has float32 master weights only for its shard. All other parameters stay float32,
-    and every rank updates all of them. Without mixed precision, all parameters are sharded.
+    One message or kernel can then process many parameters at once. The docstring of this module describes
+    the order of the parameters, ZeRO-1 and mixed precision.
 
     Attributes:
-        parameters: {name: parameter}, in the order of the buffers.
+        parameters: {name: parameter}, in the order of the flat tensors.
         weights: [size], the memory of the sharded parameters.
         shard: Range of positions in the flat tensors that this rank updates.
         master_weights: Values that this rank updates. Without mixed precision, a view of `weights`.
@@ -103,13 +104,16 @@ class FlatParameters:
         message: The memory of `gradients`, followed by that of `scalars`.
         messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks in shared memory, or None.
         owned: {name: tensor or shard that this rank updates}.
+
     Args:
         named_parameters: Parameters of one dtype, on one device.
-        ranks: Group that sums the gradients.
-        shard_group: Sharding group, a part of `ranks`. If None, all of `ranks` if they use shared memory.
-            Otherwise, every rank updates everything.
+        scalar_names: Names of the numbers to send with the gradients, such as "loss".
+        ranks: Ranks that sum the gradients.
+        shard_group: Ranks that divide the optimizer's work, a part of `ranks`. None means all of `ranks` if
+            they use shared memory. Without shared memory, None means that every rank updates everything.
+        in_shared_memory: Whether to use memory that all ranks of a machine share, if that is possible.
         undecayed: Names of parameters without weight decay. May contain names of other parameters.
-        unsplit: Names of matrices that one rank must update as a whole.
+        unsplit: Names of matrices that must not be divided among ranks, because of their optimizer.
         sharded: Names of parameters to shard in mixed precision.
         compute_dtype: Dtype of the sharded parameters in the forward pass. If None, that of the parameters.
         is_part: Whether other ranks hold other parameters of the model (pipeline or tensor parallel).
@@ -180,10 +184,6 @@ class FlatParameters:
         self.owned = self._take_over()
 
     def _take_over(self) -> Tensors:
-        """Copies the parameters into the flat tensor of all weights, and makes them views of this tensor.
-
-        Returns what this rank's optimizer updates: {name: full tensor or shard}.
-        """
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
             for master_range, master in zip(
@@ -215,10 +215,10 @@ class FlatParameters:
         return owned
 
     def attach_gradients(self) -> dict[str, Tensor]:
-        """Sets every parameter's `grad` to a view of the flat tensor `gradients`. Returns {name: view}.
+        """Sets the `grad` of every parameter to a view of the flat tensor `gradients`.
 
-        A parameter that has another dtype than the gradients (mixed precision) is an exception. Its `grad` is
-        set only within `gradients_attached`.
+        Returns {name of a parameter: view}. In mixed precision, the `grad` of bfloat16 parameters is not
+        set, because their gradients are float32. `gradients_attached` sets it during a backward pass.
         """
         views = self.views(self.gradients)
         for name in views.keys() - self._cast:
@@ -227,10 +227,9 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager for a backward pass. It sets `grad` of parameters that are bfloat16.
+        """Context manager for a backward pass. It sets the `grad` of bfloat16 parameters (mixed precision).
 
-        Their gradients are float32 (mixed precision). After the block, their `grad` is None again, because
-        torch's compiler does not expect a `grad` of another dtype. Other parameters do not change.
+        After the block, their `grad` is None again. Other parameters do not change.
 
         views: Result of `attach_gradients`.
         """
@@ -238,28 +237,25 @@ class FlatParameters:
         for name in cast:
             self.parameters[name].grad = views[name]
         yield
+        # torch's compiler does not expect a `grad` of another dtype than its parameter.
         assert all(self.parameters[name].grad is views[name] for name in cast)
         for name in cast:
             self.parameters[name].grad = None
 
     def check_gradients(self, views: dict[str, Tensor]) -> None:
-        """Asserts that no code has replaced or removed the `grad` of a parameter.
-
-        views: Result of `attach_gradients`.
-        """
         for name, view in views.items():
             assert self.parameters[name].grad is (None if name in self._cast else view)
 
     @property
     def _cast(self) -> set[str]:
-        """Names of the parameters that have another dtype than the gradients (mixed precision)."""
+        # Parameters that have another dtype than the gradients.
         return self._sharded if self.is_mixed else set()
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Splits a flat tensor into views: {name of a parameter: view in its shape}.
+        """Splits a flat tensor into one view for each parameter: {name: view}.
 
-        buffer: Tensor [size] with the values of all parameters, such as their gradients. If it is empty, the
-        result is {}.
+        buffer: Tensor [size] with one value for each element of all parameters, such as `gradients`. If it
+        is empty, the result is {}.
         """
         return {
             name: buffer[part.start :][: parameter.numel()].view(parameter.shape)
@@ -270,13 +266,13 @@ class FlatParameters:
     def shards(
         self, shard_buffers: ShardBuffers, shard: slice, names: Collection[str] | None = None
     ) -> Tensors:
-        """Splits the memory of a shard into views: {name of a parameter: full tensor or `Shard`}.
+        """Splits a rank's values by parameter: {name of a parameter: full tensor or `Shard`}.
 
-        If ranks divide a parameter among themselves, its value is a `Shard` with the elements that lie in the
-        range `shard`, perhaps none. Otherwise, it is the full tensor.
+        A parameter that ranks divide among themselves becomes a `Shard` of its elements in the range
+        `shard`, perhaps empty. All values are views.
 
-        shard_buffers: Memory for the ranges `around(shard)`. shard: Range of positions in the flat buffer
-        (the tensor with all parameters). names: Parameters to return. If None, all.
+        shard_buffers: Values to split. They must cover the ranges `around(shard)`. shard: Range of positions
+        in the flat tensor of all parameters. names: Parameters to return. If None, all.
         """
         shards: Tensors = {}
         # All ranks must agree on which tensors are sharded. A rank cannot tell from its own shard: the
@@ -297,13 +293,7 @@ class FlatParameters:
         return shards
 
     def _part(self, name: str, shard: slice) -> slice:
-        """Returns the range of a parameter in the flat buffer (the tensor with the values of all parameters).
-
-        If ranks divide the parameter among themselves, returns only the part of the range within `shard`.
-        Unused elements behind the parameter are not included.
-
-        shard: Range of positions in the flat buffer.
-        """
+        # Unused elements behind the parameter are not included.
         begin = self._ranges[name].start
         end = begin + self.parameters[name].numel()
         if name not in self._sharded:
@@ -311,15 +301,15 @@ class FlatParameters:
         return slice(*(min(max(edge, begin), end) for edge in (shard.start, shard.stop)))
 
     def around(self, shard: slice) -> list[slice]:
-        """Returns the ranges of the flat buffer (tensor of all parameters) that a rank updates.
+        """Returns the ranges of the flat tensor that the rank with this shard updates.
 
-        These are `shard`, and the ranges of the parameters that every rank updates. The latter are extended
-        to multiples of 1024, because the rounding of kernels depends on the position within a range. The
-        result is rising and disjoint.
+        The flat tensor contains all parameters, one after the other. The result contains `shard`, and the
+        ranges of the parameters that every rank updates. It is rising and disjoint.
 
         shard: Range of positions that only this rank updates.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
+        # Extend to multiples of 1024: the rounding of kernels depends on the position within a range.
         rest = [
             slice(part.start // unit * unit, min(-(-part.stop // unit) * unit, self.size)) for part in rest
         ]
@@ -332,26 +322,23 @@ class FlatParameters:
         return merged
 
     def zeros(self, ranges: Sequence[slice]) -> ShardBuffers:
-        """Allocates zeros for some ranges of the flat buffer (tensor of all parameters).
-
-        They are in the dtype of the gradients. ranges: Rising and disjoint.
-        """
         return ShardBuffers(ranges, [self.message.new_zeros(part.stop - part.start) for part in ranges])
 
     def updated_ranges_of(self, names: Collection[str]) -> list[slice]:
-        """Returns the ranges of the parameters `names` in the flat buffer, as far as this rank updates them.
+        """Returns the ranges of the flat tensor where this rank updates the parameters `names`.
 
-        The flat buffer is the tensor with the values of all parameters.
+        The flat tensor contains all parameters, one after the other.
         """
         pairs = itertools.product(self.ranges(names), self._updated_ranges)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [part for part in common if part.start < part.stop]
 
     def gather_(self) -> None:
-        """Sends the weights that each rank has updated to all ranks, for the next forward pass.
+        """Copies the weights that this rank has updated to all other ranks.
 
-        All ranks call it after an update. In mixed precision, the updated float32 weights are first cast to
-        the dtype of the forward pass. If every rank updates all weights, nothing is sent.
+        All ranks call it. Call it after each update, before the next forward pass. In mixed precision, it
+        first casts the updated float32 weights to the dtype of the forward pass. If every rank updates all
+        weights, nothing is sent.
         """
         if self.is_mixed and self.shard.start < self.shard.stop:
             self.weights[self.shard] = self.master_weights.at(self.shard)
@@ -363,22 +350,22 @@ class FlatParameters:
             self.shard_group.all_gather_ranges_(self._padded, self._shards)
 
     def average_shards(self) -> list[slice]:
-        """Divides the work of averaging the weights (EMA) among ranks.
+        """Divides the flat tensor of all weights among ranks, to average the weights (EMA).
 
-        Returns one range of the flat tensor of all weights for each rank. The ranges are disjoint. A rank
-        averages only weights that it also updates.
+        Returns one range of positions for each rank. The ranges are disjoint. A rank averages only weights
+        that it also updates.
         """
         shards = self._shards if self.is_mixed else [slice(0, self.size)]
         num_copies = self.ranks.size // len(shards)
         return [_cut_evenly(shard, num_copies)[copy] for copy in range(num_copies) for shard in shards]
 
     def all_gather_views(self, shard_buffers: ShardBuffers, shards: Sequence[slice]) -> dict[str, Tensor]:
-        """Gathers values, such as averaged weights, of which each rank holds a part. All ranks call it.
+        """Gathers values, such as averaged weights, of which each rank has a part.
 
-        Returns {name of a parameter: full tensor in the dtype of the parameter}.
+        All ranks call it. Returns {name of a parameter: full tensor in the dtype of the parameter}.
 
-        shard_buffers: Values of this rank, in the ranges `around(shards[rank])`. shards: For each rank, the
-        range of the flat buffer (tensor of all parameters) whose values it sends.
+        shard_buffers: Values of this rank. They must cover the ranges `around(shards[rank])`. shards: For
+        each rank, the range of positions in the flat tensor that it sends.
         """
         full, shard = torch.zeros_like(self._padded), shards[self.ranks.index]
         if shard.start < shard.stop:
@@ -388,11 +375,8 @@ class FlatParameters:
         return self.views(full) | rest
 
     def _cut(self) -> list[slice]:
-        """Divides the flat buffer (tensor of all parameters) among the ranks of `shard_group`.
-
-        They divide the optimizer's work. Returns one range for each rank, of about equal length. No range
-        splits a matrix in `unsplit`.
-        """
+        # One range for each rank of `shard_group`, of about equal length. No range splits a matrix in
+        # `unsplit`.
         if not self.unsplit or self.shard_group.size == 1:
             return _cut_evenly(slice(0, self.size), self.shard_group.size)
         ranges = self.ranges(self.unsplit, joins=False)
@@ -402,9 +386,11 @@ class FlatParameters:
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
-        """Returns the ranges of the parameters `names` in the flat buffer (tensor of all parameters).
+        """Returns the ranges of positions in the flat tensor where the parameters `names` are.
 
-        A range includes the unused elements behind its parameter. joins: Whether to merge adjacent ranges.
+        The flat tensor contains all parameters, one after the other.
+
+        joins: Whether to merge adjacent ranges.
         """
         ranges: list[slice] = []
         for name, part in self._ranges.items():
@@ -417,10 +403,12 @@ class FlatParameters:
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
-        """Splits the tensor `message` into ranges of about `num_bytes` bytes, which are sent one by one.
+        """Splits the tensor `message` (gradients, then scalars) into ranges that are sent one by one.
 
-        It contains all gradients, then the scalars (numbers such as the loss). The first range is smaller, so
-        that sending starts early in the backward pass. The last range also contains the scalars.
+        The first range is smaller, so that sending starts early in the backward pass. The last range
+        contains the scalars.
+
+        num_bytes: Approximate size of a range.
         """
         element_bytes = self.message.element_size()
         buckets: list[slice] = []
@@ -435,10 +423,7 @@ class FlatParameters:
 
 
 def _cut_evenly(full: slice, count: int) -> list[slice]:
-    """Splits the range `full` into `count` ranges of equal length, a multiple of 1024 elements.
-
-    The last ranges may be shorter or empty.
-    """
+    # The length is a multiple of 1024 elements. The last ranges may be shorter or empty.
     length = -(-(full.stop - full.start) // (_SHARD_ALIGNMENT * count)) * _SHARD_ALIGNMENT
     ends = [min(full.start + index * length, full.stop) for index in range(count + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]

@@ -24,29 +24,31 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from distributed import log
-from distributed.collectives import broadcast_object, gather_objects
-from distributed.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
-from distributed.number_format import Choice, choose_format
-from distributed.process_group import (
-    agent_serves_store,
+from distributed.backend import (
     choose_backend,
     choose_device,
     device_type,
+    process_group,
+    set_cpu_threads,
+    use_deterministic_algorithms,
+)
+from distributed.collectives import broadcast_object, gather_objects
+from distributed.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
+from distributed.number_format import Choice, choose_format
+from distributed.watchdog import Watchdog
+from distributed.world import (
+    agent_serves_store,
     is_elastic,
     is_main,
     leave_store,
     local_world_size,
     num_nodes,
-    process_group,
     rank,
     read_launcher,
     rendezvous_store,
-    set_cpu_threads,
     set_node_variables,
-    use_deterministic_algorithms,
     world_size,
 )
-from distributed.watchdog import Watchdog
 from runtime.plugins import load_plugins, plugin_files
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -62,9 +64,12 @@ Config = TypeVar("Config")  # a pydantic model with the keys of the machine
 
 @dataclasses.dataclass(frozen=True)
 class Program(Generic[Config]):
-    """What a program gets from `launch` on each rank.
+    """Result of the context manager `launch` on each rank.
 
-    config: Config, equal on all ranks. device: Device of this rank. watchdog: Ends all ranks if one hangs.
+    Attributes:
+        config: The config, equal on all ranks.
+        device: Device of this rank.
+        watchdog: Ends all ranks if one of them hangs (`distributed.watchdog`).
     """
 
     config: Config
@@ -74,13 +79,15 @@ class Program(Generic[Config]):
 
 @contextlib.contextmanager
 def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterator[Program[Config]]:
-    """Context manager for a program that runs on all ranks.
+    """Context manager for a program that runs on all ranks. Yields a `Program`.
 
-    Yields its config, device and watchdog (`Program`). Opens the process group before the block, and closes
-    everything after the block. All ranks enter. If `compose` raises ValueError, all ranks end with status 1.
+    All ranks enter it. It initializes torch.distributed before the block, and destroys it after the block.
+    If `compose` raises ValueError, all ranks exit with status 1.
 
-    schema: Class of the config. compose: Function that returns the config. Only rank 0 calls it. If it
-    returns None (after printing help), all ranks end with status 0.
+    Args:
+        schema: Class of the config.
+        compose: Function that returns the config. Only rank 0 calls it. If it returns None, for example after
+            printing a help text, all ranks exit with status 0.
     """
     log.capture_library_warnings()
     with local_errors():
@@ -104,11 +111,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
 
 
 def _broadcast_config(compose: Callable[[], Any]) -> str:
-    """Calls `compose` on rank 0, and returns its config as JSON text on every rank. All ranks call it.
-
-    If `compose` raises ValueError, all ranks end with status 1. If it returns None, they end with status 0.
-    Works without a process group.
-    """
+    # It works without a process group.
     if is_main():
         text, status, reason = None, EXIT_FAILURE, ""
         try:
@@ -139,13 +142,13 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
 
 
 def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
-    """Waits until all ranks have started. Rank 0 warns about nodes that differ from its own node.
+    """Waits until all ranks have started, and warns about machines that differ from rank 0's.
 
-    It warns if a node has other code, another version of torch, or hardware for which `forward_dtype=auto`
-    selects another number format. All ranks call it, before the process group exists. If a rank does not
-    start within the timeout, all other ranks end with status 1, and an error names the missing rank.
+    Warns if a machine has other code or another version of torch, or if bfloat16 is fast only on some of the
+    machines. All ranks call it, before the process group exists. If a rank does not start in time, the
+    others exit with status 1.
 
-    device: Value of the key `device`. A device that is missing on this machine is not an error here.
+    device: Value of the config key `device`. timeout_seconds: Time limit.
     """
     if world_size() == 1:
         _warn_of_restarts([socket.gethostname()] if agent_serves_store() else [])
@@ -187,20 +190,12 @@ def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
 
 
 def code_files() -> list[Path]:
-    """Returns the paths of the Python and YAML files of this repository that a run may use.
-
-    Files of tests and benchmarks, for example, are left out.
-    """
     folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in NOT_RUN]
     paths = [*REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*"))]
     return [path for path in paths if path.suffix in (".py", ".yaml")]
 
 
 def _code() -> dict[str, str]:
-    """Returns {path of a code file: SHA-256 of its content}, to compare the code of nodes.
-
-    Includes plugins. One more key is torch's version, such as "torch 2.11.0", with the value "".
-    """
     names = {path.relative_to(REPOSITORY).as_posix(): path for path in code_files()}
     names |= dict(plugin_files())
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()}
@@ -208,10 +203,6 @@ def _code() -> dict[str, str]:
 
 
 def _warn_of_threads(threads: int) -> None:
-    """Warns if the processes of rank 0's node have more than twice as many threads as the node has cores.
-
-    threads: Number of torch's CPU threads in each process.
-    """
     count = local_world_size()
     if is_main() and threads > 1 and threads * count > 2 * num_cores():
         log.warning(
@@ -221,10 +212,6 @@ def _warn_of_threads(threads: int) -> None:
 
 
 def _warn_of_other_code(starts: list[dict]) -> None:
-    """Warns about hosts with code or a torch version that differs from rank 0. Prints a warning for each.
-
-    starts: For each rank {"host": its host name, "code": result of `_code`}.
-    """
     first, ranks = starts[0]["code"], defaultdict(list)
     for number, start in enumerate(starts):
         code = start["code"]
@@ -240,10 +227,6 @@ def _warn_of_other_code(starts: list[dict]) -> None:
 
 
 def _format_of(device: str) -> Choice | None:
-    """Returns the number format that `forward_dtype=auto` selects on this machine, with the reason.
-
-    Returns None if the device is a GPU and this machine has none. device: Value of the config key `device`.
-    """
     name = device_type(device)
     if name == "cuda" and not torch.cuda.is_available():
         return None
@@ -251,12 +234,6 @@ def _format_of(device: str) -> Choice | None:
 
 
 def _warn_of_other_formats(starts: list[dict]) -> None:
-    """Warns about hosts where `forward_dtype=auto` would select another number format than on rank 0's host.
-
-    Prints one warning for all hosts.
-
-    starts: For each rank {"host": its host name, "format": [format, reason] or None}.
-    """
     formats = [start["format"] and Choice(*start["format"]) for start in starts]
     if (first := formats[0]) is None:
         return
@@ -273,13 +250,8 @@ def _warn_of_other_formats(starts: list[dict]) -> None:
 
 
 def _warn_of_restarts(hosts: list[str]) -> None:
-    """Warns about options of torchrun with which it could not restart the run after the loss of a node.
-
-    With torch 2.13, restarts fail if torchrun itself serves the ranks' key-value store on rank 0's node. A
-    node that returns then does not find the other nodes.
-
-    hosts: Names of the nodes on which torchrun serves the store.
-    """
+    # With torch 2.13, restarts fail if torchrun itself serves the ranks' key-value store on rank 0's node. A
+    # node that returns then does not find the other nodes. `hosts`: nodes on which torchrun serves the store.
     has_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if is_elastic() and not has_restarts:
         log.warning(
@@ -295,9 +267,10 @@ def _warn_of_restarts(hosts: list[str]) -> None:
 
 
 def check_folder_is_shared(folder: Path) -> None:
-    """Checks that every rank sees rank 0's run folder. If not, ends all ranks with a message.
+    """Checks that every rank sees rank 0's folder.
 
-    All ranks call it.
+    If not, all ranks exit with status 1. All ranks call it. The message names the machines that do not see
+    the folder.
     """
     if num_nodes() == 1:
         return
@@ -319,10 +292,12 @@ def check_folder_is_shared(folder: Path) -> None:
 
 
 def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
-    """Checks that all nodes have the same dataset. If not, ends all ranks with a message. All ranks call it.
+    """Checks that all machines have the same dataset.
 
-    fingerprint: Hash of the dataset on this node. "" if another rank of this node computes it. names: Dataset
-    folders, for the message.
+    If not, all ranks exit with status 1. All ranks call it.
+
+    fingerprint: Hash of the dataset on this machine. "" if another rank of the machine computes it. names:
+    Dataset folders, for the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
     advice = "Copy it to all nodes, or share the folder."
@@ -339,9 +314,9 @@ def _check_all(is_good: bool, what: str, advice: str) -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Makes glibc reuse freed memory blocks of up to 32 MiB for later tensors.
+    """Makes the C library keep freed memory of up to 32 MiB for later tensors.
 
-    This saves 3 to 20 % of the time of a step. Does nothing unless `device` is a CPU and the C library is
+    This makes a training step 3 to 20 % faster. Does nothing unless the device is a CPU and the C library is
     glibc.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":

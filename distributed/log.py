@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from distributed.process_group import is_main, rank, world_size
+from distributed.world import is_main, rank, world_size
 from runtime.reading import printable
 from runtime.writing import Patient, open_to_append, write_json
 
@@ -30,11 +30,6 @@ _MAX_NAMED = 8  # ranks in one sentence
 
 
 class _Console(logging.Handler):
-    """Prints messages: warnings and errors on stderr, others on stdout.
-
-    Prints each warning text only once.
-    """
-
     def __init__(self) -> None:
         super().__init__()
         self.shown: set[str] = set()
@@ -68,11 +63,7 @@ class _Console(logging.Handler):
 
 
 class _RankFile(logging.StreamHandler):
-    """Appends messages to the log file of this rank.
-
-    If the disk is full, prints one warning on the console.
-    """
-
+    # If the disk is full, prints one warning on the console.
     def __init__(self, path: Path):
         # Write each message unbuffered, in one call. A forked process and faulthandler can then write to the
         # same file. If the disk is full, nothing remains to be written when the process ends.
@@ -87,18 +78,12 @@ class _RankFile(logging.StreamHandler):
 
 
 class _Printable(logging.Formatter):
-    """Formats messages for the log file, with control characters as escapes such as \\x1b.
-
-    A terminal that shows the file later would otherwise obey them.
-    """
-
+    # A terminal that shows the file later would obey control characters.
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 class _Forward(logging.Handler):
-    """Receives the warnings of libraries, and forwards them to the console and to the file."""
-
     def emit(self, record: logging.LogRecord) -> None:
         _logger.handle(record)
 
@@ -113,23 +98,26 @@ _logger.addHandler(_console)
 
 
 def info(message: str) -> None:
-    """Prints a message of one or several lines on stdout of rank 0."""
+    """Prints a message of one or several lines on stdout of rank 0.
+
+    Every rank also writes its message into its log file.
+    """
     _logger.info(message)
 
 
 def warning(message: str) -> None:
     """Prints a warning as one line on stderr, with the rank if there are several.
 
-    Each text is printed only once. If the text is equal on all ranks, only rank 0 should call it.
+    The console shows each text only once. If the text is the same on all ranks, only rank 0 should call it.
     """
     _logger.warning(message)
 
 
 @contextlib.contextmanager
 def warn_once(name: str) -> Iterator[None]:
-    """Context manager that turns an exception into a warning, so that the run continues.
+    """Context manager that turns any exception into a warning, so that the run continues.
 
-    For work that may fail, such as uploads. The console shows only the first warning with the same `name`.
+    The console shows only the first warning with the same name.
 
     name: First words of the warning, such as "the upload" for "the upload failed (...)".
     """
@@ -141,19 +129,22 @@ def warn_once(name: str) -> Iterator[None]:
 
 
 def note(message: str, *, colored: str | None = None) -> None:
-    """Prints a message about the progress of the work on stderr of rank 0.
+    """Prints a message about progress on stderr of rank 0.
 
-    colored: The same text with ANSI color codes, for a terminal. Pass text from files or users through
-    `printable` first, because it is printed without a check.
+    colored: The same text with ANSI color codes, for the terminal. It is printed without a check. Pass text
+    from files or users through `runtime.reading.printable` first.
     """
     _logger.info(message, extra={"is_note": True, "colored": colored})
 
 
 def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> None:
-    """Records an error as the reason why this rank ends. Does not end it.
+    """Prints an error as one line on stderr, as the reason why this rank ends.
 
-    failed_rank: Rank that failed. The text names it, unless it is rank 0. on_console: Whether to print the
-    error as one line on stderr, and into the log file. If an error ends all ranks, one rank should print it.
+    Does not end it. The error is also written to the log file, and to the file from which torchrun reads
+    errors.
+
+    failed_rank: Rank that failed. The text names it, unless it is rank 0. on_console: If False, only
+    torchrun's file is written. Pass False on all ranks except one if the same error ends all ranks.
     """
     where = f" ({name_ranks([failed_rank])})" if failed_rank else ""
     if on_console:
@@ -164,7 +155,8 @@ def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> 
 def exception(raised: BaseException, *, on_console: bool = True) -> None:
     """Writes the traceback of an exception into the log file of this rank.
 
-    on_console: Whether to also print it on stderr, and to record it as the reason why this rank ends.
+    on_console: Whether to also print it on stderr, and to pass the exception to torchrun as the reason why
+    this rank ends.
     """
     if on_console:
         sys.stderr.write(printable("".join(traceback.format_exception(raised))))
@@ -175,13 +167,10 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
 
 
 def leave_last_words(text: str) -> None:
-    """Writes the reason why this process ends into the error file that torchrun reads, unless it exists.
+    """Writes the reason why this process ends into the file from which torchrun reads errors.
 
-    torchrun prints the file of the process that failed first. If one reason ends several ranks, each of them
-    must therefore call this function. The stored time is rounded down to seconds, because torchrun does this
-    for processes without a file.
-
-    text: The reason.
+    torchrun prints the reason of the process that failed first. If one reason ends several ranks, each of
+    them must call this function. If the file exists, nothing changes.
     """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():
@@ -194,9 +183,10 @@ def leave_last_words(text: str) -> None:
 
 
 def capture_library_warnings() -> None:
-    """Prints warnings of all libraries loaded so far like our own warnings, also into the log file.
+    """Prints warnings of libraries in the format of this module, also into the log file.
 
-    Includes libraries such as torch that do not pass their messages to Python's root logger.
+    Call it after importing the libraries. Otherwise, libraries that do not pass their messages to Python's
+    root logger, such as torch, are not included.
     """
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_forward)
@@ -213,10 +203,10 @@ def capture_library_warnings() -> None:
 
 
 def open_rank_file(folder: Path) -> None:
-    """Opens this rank's log file, `folder`/logs/rank_<r>.log.
+    """Opens the log file of this rank, `folder`/logs/rank_<r>.log. All ranks call it.
 
     From then on, messages are also written there, and the traceback of an exception that ends the process.
-    Every rank calls it, as soon as the folder is known. If the file cannot be written, prints only a warning.
+    If the file cannot be written, prints only a warning.
     """
     global _file
     path = folder / "logs" / f"rank_{rank()}.log"
@@ -235,19 +225,17 @@ def open_rank_file(folder: Path) -> None:
 
 
 def rank_file() -> TextIO | None:
-    """Returns the open log file of this rank, for direct writes. Returns None if no file is open."""
     return None if _file is None else _file.stream
 
 
 def rank_folder() -> Path | None:
-    """Returns the folder of this rank's log file. Returns None if no file is open."""
     return None if _file is None else _file.path.parent
 
 
 def locate_ranks(position: Callable[[int], str]) -> None:
-    """Makes messages name a rank together with its place in the parallel layout, such as "rank 3 (stage 1)".
+    """Sets how messages describe the position of a rank, as in "rank 3 (stage 1)".
 
-    position: Function that returns the place of a rank as text. Example: position(3) is "stage 1".
+    position: Function that returns the text for a rank. Example: position(3) returns "stage 1".
     """
     global _position
     _position = position
@@ -256,7 +244,8 @@ def locate_ranks(position: Callable[[int], str]) -> None:
 def name_ranks(numbers: Sequence[int]) -> str:
     """Returns a text that names ranks, such as "rank 3" or "ranks 3, 5".
 
-    After `locate_ranks`, it also says where they are in the parallel layout: "rank 3 (stage 1, shard 1)".
+    If `locate_ranks` was called, the text also contains positions, such as "rank 3 (stage 1)". At most 8
+    ranks are named.
     """
     chosen = numbers[:_MAX_NAMED]
     named = ", ".join(f"{number} ({_position(number)})" if _position else str(number) for number in chosen)

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch.distributed as dist
 
 from distributed.collectives import ALONE, Ranks, all_ranks
-from distributed.process_group import rank, world_size
+from distributed.world import rank, world_size
 
 AXES = {
     "pipeline": "stage",
@@ -24,12 +24,12 @@ AXES = {
 def sizes_of(
     world_size: int, *, pipeline: int = 1, shard: int | str = "auto", tensor: int = 1
 ) -> dict[str, int]:
-    """Computes the layout of all ranks in a mesh. Returns {axis: number of ranks along it}.
+    """Computes how many ranks each axis of a device mesh has: {axis: number of ranks}.
 
-    The axes are pipeline, replicate, shard and tensor. The axis replicate gets all ranks that the other axes
-    leave. Raises ValueError if the sizes do not divide `world_size`.
+    The axes are pipeline, replicate, shard and tensor. Their product is `world_size`. The axis replicate
+    gets the ranks that remain. Raises ValueError if the sizes do not divide `world_size`.
 
-    shard: If -1, all ranks that the axes pipeline and tensor leave. If "auto", 1.
+    shard: "auto" means 1. -1 means all ranks that pipeline and tensor leave.
     """
     left, rest = divmod(world_size, pipeline * tensor)
     if rest:
@@ -46,9 +46,9 @@ def sizes_of(
 
 
 def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
-    """Returns the position of rank `number` along each axis of the mesh: {axis: index from 0}.
+    """Returns the indices of a rank along all axes of a mesh: {axis: index}.
 
-    sizes: {axis: number of ranks}.
+    number: The rank. sizes: {axis: number of ranks}.
     """
     found = {}
     for axis in reversed(sizes):
@@ -57,27 +57,29 @@ def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def describe_position(number: int, sizes: dict[str, int]) -> str:
-    """Returns the position of rank `number` in a mesh as a text, such as "stage 1, shard 0".
+    """Returns the position of a rank in a mesh, such as "stage 1, shard 0".
 
-    Axes of size 1 are left out. sizes: {axis: number of ranks}.
+    Axes of size 1 are left out.
+
+    number: The rank. sizes: {axis: number of ranks}.
     """
     position = position_of(number, sizes)
     return ", ".join(f"{name} {position[axis]}" for axis, name in AXES.items() if sizes[axis] > 1)
 
 
 class Mesh:
-    """The layout of all ranks along the axes pipeline, replicate, shard and tensor, with process groups.
+    """Layout of all ranks along four axes, with process groups, similar to torch's `DeviceMesh`.
 
-    All ranks build a mesh together. A slot is one position of the global batch.
+    The axes are pipeline, replicate, shard and tensor. All ranks create a mesh together.
 
     Attributes:
         sizes: {axis: number of ranks along it}.
-        data: Group of ranks that divide the slots of the global batch among themselves.
-        replicas: Group of ranks that hold the same part of the blocks, and sum the gradients of this part.
-        shard_group: Sharding group: the ranks of `replicas` that divide the optimizer's work (ZeRO-1).
+        data: Ranks that divide the puzzles of the global batch among themselves.
+        replicas: Ranks that hold the same part of the model, and sum its gradients.
+        shard_group: Ranks of `replicas` that divide the optimizer's work (ZeRO-1).
         pipeline, owners: Ranks of one pipeline, as two groups (`distributed.pipeline.Ring` explains why).
-        tensor: Group of ranks that have the same slots and divide the weights of blocks.
-        holders: Group of ranks that together hold every weight of the blocks once.
+        tensor: Ranks that process the same puzzles and divide the weights of each block (tensor parallelism).
+        holders: Ranks that together hold every weight of the blocks once.
     """
 
     def __init__(self, sizes: dict[str, int]):
@@ -92,17 +94,14 @@ class Mesh:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every rank holds all weights: the mesh has no pipeline or tensor parallelism."""
+        # Every rank holds all weights.
         return self.sizes["pipeline"] == self.sizes["tensor"] == 1
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
 
     def _along(self, axes: Collection[str]) -> Ranks:
-        """Creates the group of ranks whose positions in the mesh differ from this rank's only along `axes`.
-
-        All ranks call it.
-        """
+        # The ranks whose positions differ from this rank's only along `axes`.
         lines: dict[tuple[int, ...], list[int]] = {}
         for number in range(world_size()):
             position = position_of(number, self.sizes)

@@ -15,14 +15,12 @@ _BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # of x86 processors, faste
 
 
 class Choice(NamedTuple):
-    """A number format, and the reason for choosing it."""
-
     name: NumberFormat
     reason: str
 
 
 def choose_format(device: torch.device) -> Choice:
-    """Returns the number format that `forward_dtype=auto` selects on a device of this process.
+    """Returns the number format that the config value `forward_dtype=auto` means on a device.
 
     - CUDA: bfloat16, or float32 if the GPU only emulates bfloat16.
     - CPU (x86): bfloat16 if the processor has bfloat16 instructions and torch uses AVX-512, else float32.
@@ -43,10 +41,10 @@ def choose_format(device: torch.device) -> Choice:
 def choose_evaluation_format(
     stored: NumberFormat, device: torch.device, *, configured: NumberFormat | None = None
 ) -> Choice:
-    """Returns the number format in which a trained model is evaluated, with the reason.
+    """Returns the number format in which to evaluate a trained model, with the reason.
 
-    If the user has set a format, it is returned. Otherwise it is the format of the training. Exception: on a
-    CPU that only emulates bfloat16, it is float32.
+    If the user has set a format, it is used. Otherwise the format of the training is used, except on a CPU
+    that only emulates bfloat16. There it is float32.
 
     stored: Format of the training. configured: Format that the user has set, or None.
     """
@@ -59,10 +57,10 @@ def choose_evaluation_format(
 
 
 def instruction_set(device: torch.device) -> str:
-    """Returns the name of the fastest matrix instructions that torch uses on a device of this process.
+    """Returns the name of the fastest matrix instructions that torch uses on a device.
 
-    The name is cuda, amx_bf16, avx512_bf16, avx512, avx2, neon or unknown. The environment variable
-    ATEN_CPU_CAPABILITY can limit it.
+    The name is "cuda", "amx_bf16", "avx512_bf16", "avx512", "avx2", "neon" or "unknown". The environment
+    variable ATEN_CPU_CAPABILITY can limit it.
     """
     if device.type == "cuda":
         return "cuda"

@@ -23,11 +23,12 @@ from distributed.collectives import Ranks
 class Ring:
     """Sends and receives tensors between the ranks of a pipeline.
 
-    All ranks of the pipeline build a `Ring` together.
+    All of them create it together.
 
-    stages: Group of these ranks, for messages from one stage to the next. owners: A second group of the same
-    ranks, for messages to and from the rank that owns the data. With one NCCL group, both kinds of messages
-    between the same two ranks could wait for each other.
+    Args:
+        stages: Group of the ranks, for messages from one pipeline stage to the next.
+        owners: Second group of the same ranks, for messages to and from the rank whose data is processed.
+            With only one NCCL group, both kinds of messages between two ranks could wait for each other.
     """
 
     def __init__(self, stages: Ranks, owners: Ranks):
@@ -35,22 +36,23 @@ class Ring:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensor: Tensor, destination: int, *, with_owner: bool) -> None:
-        """Starts to send a tensor to rank `destination` of the pipeline. Does not wait.
+        """Starts to send a tensor to rank `destination` of the pipeline, and does not wait.
 
-        The tensor must not change before `finish_sends` has returned.
+        The tensor must not change before `finish_sends` returns.
 
-        with_owner: Whether the tensor goes from or to the rank that owns the data, instead of from one stage
-        to the next. This selects the process group.
+        with_owner: Whether the message goes to or from the rank whose data is processed. If False, it goes
+        from one pipeline stage to the next.
         """
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, group_dst=destination, group=self._groups[with_owner]), tensor))
 
     def receive(self, like: Tensor, source: int, *, with_owner: bool) -> Callable[[], Tensor]:
-        """Starts to receive a tensor from rank `source`.
+        """Starts to receive a tensor.
 
         Returns a function that waits for the tensor and returns it.
 
-        like: A tensor of the same shape and dtype. with_owner: The value that the sender passes to `send`.
+        like: Any tensor of the same shape and dtype. source: Rank of the pipeline that sends. with_owner:
+        The value that the sender passes to `send`.
         """
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
         work = dist.irecv(tensor, group_src=source, group=self._groups[with_owner])
@@ -62,7 +64,6 @@ class Ring:
         return wait
 
     def finish_sends(self) -> None:
-        """Waits until all messages that this rank started to send are sent."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -71,11 +72,11 @@ class Ring:
 def circulate(ring: Ring, local: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
     """Sends the data of every rank through all pipeline stages and back to that rank.
 
-    Returns the output for this rank's data. All ranks of the ring call it.
+    Returns the output for this rank's data. All ranks of the pipeline call it.
 
-    local: Input of this rank. work: Function that computes this rank's stage: work(owner, x) returns the
-    output for the input x, which has the data of rank `owner`. Both have the same shape. forward: If False,
-    the stages run in reverse order (backward pass).
+    local: Input of this rank. work: Function that computes this rank's stage. work(rank, x) returns the
+    output for x, the data of that rank, in the same shape. forward: If False, the stages run in reverse
+    order, as in a backward pass.
     """
     step, owners = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
     first, last, result = owners[0], owners[-1], None
@@ -106,15 +107,7 @@ def circulate(ring: Ring, local: Tensor, work: Callable[[int, Tensor], Tensor], 
 
 
 class _Call(torch.autograd.Function):
-    """The autograd function that runs a level (a stack of blocks) through all pipeline stages.
-
-    All ranks of the pipeline call it. It keeps one autograd graph of this rank's stage for the data of each
-    rank.
-
-    context: Further arguments of the blocks. If a tensor in `context` needs a gradient, its gradient is the
-    sum over the data of all ranks.
-    """
-
+    # If a tensor in `context` needs a gradient, its gradient is the sum over the data of all ranks.
     @staticmethod
     def forward(
         ctx: Any, ring: Ring, run: Callable[..., Tensor], _anchor: Tensor, h: Tensor, *context: Any
@@ -145,12 +138,12 @@ class _Call(torch.autograd.Function):
 
 
 def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Tensor:
-    """Runs a level (a stack of blocks) on this rank's data `h`, through all pipeline stages.
+    """Runs a stack of blocks on this rank's data, through all pipeline stages.
 
-    Returns the output. All ranks call it, with equal shapes.
+    Returns the output. All ranks of the pipeline call it, with equal shapes.
 
-    ring: Connects the ranks of the pipeline. run: Function that runs the blocks of this rank's stage: run(h,
-    *context). h: Activations, [batch, ...]. context: Further arguments of each block, equal on all ranks.
+    run: Function run(h, *context) that runs the blocks of this rank's stage. h: Activations, [batch, ...].
+    context: Further arguments of each block, equal on all ranks.
     """
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
@@ -159,12 +152,12 @@ def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Te
 
 
 def keep_stage(level: Any, ranks: Ranks) -> None:
-    """Removes the blocks that belong to other pipeline stages from a level (a stack of blocks), in place.
+    """Removes all blocks from a stack of blocks, except those of this rank's pipeline stage.
 
     The remaining weights keep their names.
 
-    level: Object whose attribute `layers` is the module of the blocks. ranks: Ranks of the pipeline. Rank k
-    has stage k.
+    level: Object whose attribute `layers` is the module of the blocks. It is changed in place. ranks: Ranks
+    of the pipeline. Rank k runs stage k.
     """
     blocks = dict(level.layers.named_children())
     assert len(blocks) % ranks.size == 0, "the schema refuses other numbers"
@@ -174,12 +167,12 @@ def keep_stage(level: Any, ranks: Ranks) -> None:
 
 
 def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
-    """Changes levels (stacks of blocks) so that a call runs through all stages of a pipeline.
+    """Changes stacks of blocks so that a call runs through all stages of a pipeline.
 
     This rank must hold only the blocks of its stage (`keep_stage`).
 
-    levels: Objects with `run_blocks`, such as `models.blocks.Level`, changed in place. ring: Connects the
-    ranks of the pipeline.
+    levels: Objects with `run_blocks`, such as `models.blocks.Level`. They are changed in place. ring:
+    Connects the ranks of the pipeline.
     """
     for level in levels:
         level.run_blocks = functools.partial(call, ring, level.run_blocks)

@@ -9,18 +9,11 @@ from distributed.number_format import instruction_set
 
 
 def describe_processor() -> str:
-    """Returns the name of this machine's CPU, and the CPU instructions that torch uses.
-
-    Example: "AMD EPYC (avx512_bf16)".
-    """
+    """Returns the name of this machine's CPU and its instructions, such as "AMD EPYC (avx512_bf16)"."""
     return f"{processor_name()} ({instruction_set(torch.device('cpu'))})"
 
 
 def processor_name() -> str:
-    """Returns the name of this machine's CPU, such as "AMD EPYC".
-
-    If unknown, returns the architecture (x86_64).
-    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not on Linux

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed import log
-from distributed.process_group import is_main
+from distributed.world import is_main
 
 _BAR = "{desc} {n_fmt} of {total_fmt} |{bar:12}| {elapsed}, {remaining} left{postfix}"
 _LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{postfix}"
@@ -21,10 +21,11 @@ _LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{p
 class Progress(tqdm):
     """A tqdm progress bar on rank 0, without tqdm's background thread.
 
-    If stderr is not a terminal, it writes a plain line from time to time instead, also into the log file.
+    If stderr is not a terminal, it prints a plain line once a minute instead, also into the log file.
 
-    shown: Function that returns the text after the bar. It is called whenever the bar is drawn. options:
-    Options of tqdm, such as total.
+    Args:
+        shown: Function that returns the text to show after the bar. It is called whenever the bar is drawn.
+        options: Options of tqdm, such as total.
     """
 
     monitor_interval = 0

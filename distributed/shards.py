@@ -10,9 +10,9 @@ from distributed.collectives import Ranks
 
 
 class Span(NamedTuple):
-    """Equal pieces of a flattened tensor at equal distances, such as elements 0-3, 10-13 and 20-23.
+    """Equal pieces of a flattened tensor at equal distances.
 
-    In this example, start=0, length=4, stride=10 and count=3. If count is 1, stride does not matter.
+    Example: start=0, length=4, stride=10 and count=3 are the elements 0-3, 10-13 and 20-23.
     """
 
     start: int
@@ -25,15 +25,14 @@ Spans = tuple[Span, ...]
 
 
 class Shard(NamedTuple):
-    """The part of a tensor that this rank holds, and where the part belongs in the full tensor.
+    """Part of a tensor that this rank holds, with its position in the full tensor.
 
     Attributes:
         tensor: Elements of the part, in the order of `spans`.
-        spans: Positions of these elements in the flattened full tensor, disjoint and rising. () if this rank
-            holds nothing.
+        spans: Positions of the elements in the flattened full tensor, disjoint and rising. May be ().
         shape: Shape of the full tensor.
-        is_by_rank: If True, the full tensor is [ranks, ...], and row r is on rank r only. When another number
-            of ranks loads it, each rank gets the mean of the rows.
+        is_by_rank: Whether the full tensor is [ranks, ...], and row r is on rank r only. If another number of
+            ranks loads it, each rank gets the mean of the rows.
         is_copy: Whether a lower rank holds the same part. Only the lower rank saves it.
     """
 
@@ -48,23 +47,23 @@ Tensors = dict[str, Tensor | Shard]  # tensors of a run's state by name; a Tenso
 
 
 def as_shard(tensor: Tensor, spans: Spans, shape: tuple[int, ...], ranks: Ranks) -> Tensor | Shard:
-    """Describes `tensor`, some elements of a full tensor, as a `Shard`.
+    """Returns a `Shard` for some elements of a tensor that is divided among ranks.
 
-    If `ranks` has only one rank, returns the tensor itself in shape `shape`.
+    If `ranks` has only one rank, returns `tensor` itself, in shape `shape`.
 
-    spans: Positions of the elements in the flattened full tensor. shape: Shape of the full tensor. ranks:
-    Ranks that divide the full tensor.
+    tensor: The elements that this rank holds. spans: Their positions in the flattened full tensor. shape:
+    Shape of the full tensor. ranks: Ranks that divide the full tensor.
     """
     return Shard(tensor, spans, shape) if ranks.size > 1 else tensor.view(shape)
 
 
 def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> Tensor | Shard:
-    """Describes this rank's rows of a table [num_rows, ...] as a `Shard`.
+    """Returns a `Shard` for this rank's rows of a table that is divided among ranks.
 
     If `ranks` has only one rank, returns `tensor` itself.
 
-    tensor: The rows of this rank [n, ...]. rows: Their n row numbers in the full table, such as
-    range(1, num_rows, 4). ranks: Ranks that divide the table.
+    tensor: The rows of this rank, [n, ...]. rows: Their row numbers in the full table, such as range(1,
+    num_rows, 4). num_rows: Number of rows of the full table. ranks: Ranks that divide the table.
     """
     shape = (num_rows, *tensor.shape[1:])
     length = math.prod(shape[1:])
@@ -78,19 +77,19 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 
 
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
-    """Describes a tensor that has another value on every rank as a `Shard`, to save it in a checkpoint.
+    """Returns a `Shard` for saving a tensor that has another value on every rank.
 
-    The full tensor is then [ranks, ...], and row r is the tensor of rank r. Example: if ranks train
-    separately (local_steps > 1), every rank has its own optimizer moments.
+    The full tensor is [ranks, ...]. Example: if every rank trains its own copy of the weights for some steps
+    (local_steps > 1), every rank has its own optimizer state.
     """
     span = Span(ranks.index * tensor.numel(), tensor.numel())
     return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_by_rank=True)
 
 
 def part_of_whole(full: Tensor, shard: Shard) -> Tensor:
-    """Selects from the tensor `full` the elements at the positions of a shard. Returns a copy [n].
+    """Returns the elements of a tensor at the positions of a shard, [n].
 
-    shard: A shard of a tensor in the shape of `full`. Its own elements are not read.
+    full: The full tensor. shard: Positions to read. The values of the shard are not used.
     """
     flat = full.reshape(-1)
     pieces = [
@@ -101,14 +100,13 @@ def part_of_whole(full: Tensor, shard: Shard) -> Tensor:
 
 
 def tensor_of(stored: Tensor | Shard) -> Tensor:
-    """Returns a tensor unchanged. For a `Shard`, returns the tensor of its elements. Does not copy."""
     return stored.tensor if isinstance(stored, Shard) else stored
 
 
 def slots_of(ranks: Ranks, num_slots: int) -> range:
-    """Divides the slots (positions of the global batch) among ranks. Returns the slots of this rank.
+    """Returns the positions of the global batch that this rank processes.
 
-    Example: 10 slots on 4 ranks give 3, 3, 3 and 1. The last ranks may get fewer slots, or none.
+    Example: 10 positions on 4 ranks give 3, 3, 3 and 1. The last ranks may get none.
     """
     share = -(-num_slots // ranks.size)
     first, end = (min(index * share, num_slots) for index in (ranks.index, ranks.index + 1))

@@ -10,27 +10,32 @@ import secrets
 import torch
 from torch import Tensor
 
+from distributed.backend import all_gather_objects
 from distributed.collectives import Ranks
-from distributed.process_group import all_gather_objects, num_nodes
+from distributed.world import num_nodes
 
 _CHUNK = 2**16  # elements per chunk: their sum is still in the cache when it is copied
 _ALIGNMENT = 1024  # elements: a rank's slice starts at a multiple
 
 
 class SharedTensors:
-    """One tensor for each rank of a machine, in shared memory. Every rank can read and write all of them.
+    """One tensor for each rank of a machine, in memory that all of them share.
 
-    of_ranks: Tensors [size], one for each rank, in the order of `ranks`. local: Tensor of this rank.
+    Every rank can read and write all tensors.
+
+    Attributes:
+        of_ranks: Tensors [size], one for each rank.
+        local: Tensor of this rank.
     """
 
     def __init__(self, of_ranks: list[Tensor], ranks: Ranks):
         self.of_ranks, self.local, self._ranks = of_ranks, of_ranks[ranks.index], ranks
 
     def all_reduce_sum_(self) -> None:
-        """Overwrites the tensor of every rank with the sum of all tensors. All ranks call it.
+        """Overwrites the tensor of every rank with the sum of all tensors.
 
-        Each rank sums one slice of all tensors, in the order of ranks. The result is therefore bit-identical
-        on all ranks and in every run. During the call, no rank may write to its tensor.
+        All ranks call it. The sum is bit-identical on all ranks and in every run. During the call, no rank
+        may write to its tensor.
         """
         self._ranks.barrier()
         share = -(-len(self.local) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
@@ -43,10 +48,9 @@ class SharedTensors:
         self._ranks.barrier()
 
     def all_gather_(self, local_range: slice) -> None:
-        """Copies this rank's elements in `local_range` to the same range of all other ranks' tensors.
+        """Copies a range of this rank's tensor into the tensors of all other ranks.
 
-        All ranks call it, with disjoint ranges. After the call, every rank's tensor has the elements of all
-        ranks.
+        All ranks call it, with disjoint ranges.
         """
         for index, other in enumerate(self.of_ranks):
             if index != self._ranks.index:
@@ -55,10 +59,10 @@ class SharedTensors:
 
 
 def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTensors | None:
-    """Creates a tensor of zeros, [size], for each rank, in memory that all ranks share. All ranks call it.
+    """Returns a tensor of zeros, [size], for each rank, in memory that all ranks share.
 
-    Returns None on all ranks if sharing is not possible. Examples: there is only one rank, there are several
-    nodes, the system is not Linux, or the processes run in separate containers.
+    All ranks call it. Returns None on all ranks if sharing is not possible. Examples: there is only one
+    rank, there are several machines, the system is not Linux, or the processes run in separate containers.
     """
     if ranks.size == 1 or num_nodes() > 1:
         return None
@@ -74,10 +78,7 @@ def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTe
 
 
 def _create(name: str, num_bytes: int) -> int | None:
-    """Creates anonymous shared memory of `num_bytes`, and returns its file descriptor.
-
-    Returns None if the system cannot create it. name: Label that appears in /proc.
-    """
+    # The name appears in /proc.
     try:
         file = os.memfd_create(name)
     except (AttributeError, OSError):
@@ -91,11 +92,6 @@ def _create(name: str, num_bytes: int) -> int | None:
 
 
 def _map(process: int, file: int | None, name: str, *, size: int, dtype: torch.dtype) -> Tensor | None:
-    """Returns shared memory that another process has created, as a tensor [size]. Returns None if this fails.
-
-    process: Number (PID) of the other process. file: File descriptor in that process. None if it could not
-    create the memory. name: Label of the memory, to check that it is the expected one.
-    """
     path = f"/proc/{process}/fd/{file}"
     try:
         # The random name detects a process with the same number in another container.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distributed import log
 from distributed.collectives import all_ranks, barrier
-from distributed.process_group import is_elastic, is_under_torchrun, local_rank, num_nodes, world_size
+from distributed.world import is_elastic, is_under_torchrun, local_rank, num_nodes, world_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 EXIT_STUCK = 125  # exit status of a rank that was asked to stop, but did not finish its step
@@ -35,21 +35,20 @@ _TICK_SECONDS = 0.5
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that stop a run: Ctrl-C (SIGINT), SIGTERM, SIGHUP and SIGUSR1.
+    """Returns the signals that stop a training run: SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1.
 
-    If the process ignores SIGHUP (started with nohup), SIGHUP is left out.
+    If this process ignores SIGHUP (started with nohup), SIGHUP is left out.
     """
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal_number for signal_number in SIGNALS if not (is_ignored and signal_number == signal.SIGHUP)]
 
 
 def end_torchrun() -> int:
-    """Ends torchrun after a signal has stopped all ranks. Returns the exit status for this process.
+    """Ends torchrun on every machine, if there are several, after a signal stopped all ranks.
 
-    All ranks call it. The status is usually 0. If there are several nodes, torchrun on every node is sent
-    SIGTERM. A torchrun that has not received the signal would wait five minutes for the other nodes. An
-    elastic torchrun (--nnodes MIN:MAX) is not ended. The exit status is then EXIT_AGAIN, so torchrun starts
-    the processes again on the remaining nodes.
+    All ranks call it. Returns the exit status for this process, usually 0. If torchrun may continue with
+    fewer machines (--nnodes MIN:MAX), torchrun is not ended. The status then makes it start the processes
+    again on the remaining machines.
     """
     if is_under_torchrun():
         log.info(
@@ -58,15 +57,17 @@ def end_torchrun() -> int:
     barrier()  # wait until rank 0 has printed everything
     if is_elastic():
         return EXIT_AGAIN
+    # A torchrun that has not received the signal would wait five minutes for the other nodes.
     if is_under_torchrun() and num_nodes() > 1 and local_rank() == 0 and os.getppid() > 1:
         os.kill(os.getppid(), signal.SIGTERM)
     return 0
 
 
 class Interruption:
-    """Context manager for a training. A signal such as Ctrl-C then stops all ranks after the same step.
+    """Stops all ranks after the same training step if one receives a signal.
 
-    Without it, the signal would end one process. If a rank does not stop in time, it exits without saving.
+    It is a context manager. An example of a signal is Ctrl-C. If a rank does not stop in time, it
+    exits without saving.
 
     is_paused: Function that returns whether this rank does something other than a training step, such as
     saving. During such work, there is no time limit until a second signal arrives.
@@ -79,24 +80,24 @@ class Interruption:
         self._last_requests: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_requested(self) -> bool:
-        """Returns whether this rank has received a signal to stop. Other ranks may not know it yet."""
+        # Other ranks may not know it yet.
         return self._is_requested
 
     def is_agreed(self) -> bool:
-        """Returns whether all ranks know that one of them received a signal, so that they can stop together.
+        """Returns whether all ranks know that one of them received a signal to stop.
 
-        The result is equal on all ranks. It does not communicate.
+        They can then stop together. The result is equal on all ranks. It does not communicate.
         """
         return self._all_stop.is_set()
 
     def record_requests(self, requests: Tensor | None) -> None:
-        """Records how many ranks have received a signal to stop. All ranks call it after each training step.
+        """Records how many ranks have received a signal to stop.
 
-        If the number is not 0, `is_agreed` returns True from then on. On CUDA, this is one call later, so
-        that the host does not wait for the GPU.
+        All ranks call it after each step. If the number is not 0, `is_agreed` returns True from then on. On
+        CUDA, it does so one call later, so that the CPU does not wait for the GPU.
 
-        requests: The number, a scalar on the device, equal on all ranks. None if ranks did not communicate in
-        this step.
+        requests: The number, a scalar tensor, equal on all ranks. None if ranks did not communicate in this
+        step.
         """
         self._asked_at = time.monotonic()
         if requests is None:
@@ -113,9 +114,9 @@ class Interruption:
             self._all_stop.set()
 
     def all_reduce_request(self) -> bool:
-        """Returns on all ranks whether any rank received a signal to stop. All ranks call it.
+        """Returns on all ranks whether any rank received a signal to stop.
 
-        For work between training steps, such as an evaluation. Sends one message.
+        All ranks call it. For work between training steps, such as an evaluation. Sends one message.
         """
         self._asked_at = time.monotonic()
         if all_ranks().all_reduce_sum_(torch.tensor(int(self._is_requested))):

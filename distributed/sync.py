@@ -33,12 +33,13 @@ _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
 
 class GradientSync:
-    """Base class of objects that sum gradients over ranks, and numbers such as the loss (`flat.scalars`).
+    """Base class of objects that sum gradients over ranks. The module docstring has an example.
 
-    The docstring of this module shows how a training step uses it.
-
-    model: Module to call in the forward pass. flat: Flat buffers: tensors with the values of all weights and
-    of all gradients. name: Name of the method, for logs and records.
+    Attributes:
+        name: Name of the method, for logs.
+        model: Module to call in the forward pass.
+        flat: Flat tensors with all weights and all gradients of the model. It also has numbers such as the
+            loss (`flat.scalars`), which are summed together with the gradients.
     """
 
     name: ClassVar[str]
@@ -48,20 +49,20 @@ class GradientSync:
         self.model, self.flat = model, flat
 
     def zero(self) -> None:
-        """Zeroes the gradients. Call it before the first backward pass of a training step.
+        """Sets the gradients to zero.
 
-        After this call, the step may add numbers to send with the gradients, such as the loss
-        (`flat.scalars.add`).
+        Call it before the first backward pass of a training step. After this call, the step may add numbers
+        to send with the gradients (`flat.scalars.add`).
         """
         self.flat.gradients.zero_()
         self.flat.scalars.is_closed = False
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Context manager for the forward and backward pass of one micro-batch (a part of the batch).
+        """Context manager for the forward and backward pass of one part of the batch.
 
-        is_last: Whether it is the last micro-batch of the training step. Only the last one may send gradients
-        to other ranks. After it, no more numbers such as the loss can be sent with them.
+        is_last: Whether it is the last part in this training step. Only the last one may send gradients to
+        other ranks. After it, no more numbers can be sent with them.
         """
         with contextlib.nullcontext() if is_last else self._no_sync():
             yield
@@ -69,25 +70,19 @@ class GradientSync:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager for a backward pass.
-
-        Makes it add the gradients to the flat tensor `flat.gradients`.
-        """
+        """Context manager in which a backward pass adds to the flat tensor `flat.gradients`."""
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
-        """Waits until the gradients are summed over ranks. All ranks call it, after the last backward pass.
+        """Waits until `flat.gradients` is the sum over all ranks.
 
-        Returns the numbers that were sent with the gradients, such as the loss: {name: values of all ranks,
-        [ranks]}. Afterwards, every `grad` is the sum.
+        All ranks call it, after the last backward pass of a training step. Returns the numbers that were
+        sent with the gradients: {name: values of all ranks, [ranks]}.
         """
         raise NotImplementedError
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager for a micro-batch that is not the last one.
-
-        Prevents messages during its backward pass.
-        """
+        # Prevents messages during the backward pass of a micro-batch that is not the last one.
         return contextlib.nullcontext()
 
 
@@ -99,8 +94,8 @@ class _Bucket:
         gradients: View of a range of the tensor of all gradients.
         send_buffer: Memory that is sent: `gradients`, or a copy in another dtype.
         num_parameters: Number of parameters whose gradients start in this range.
-        missing: Number of these parameters whose gradient this backward pass has not completed yet.
-        work: The running message, or None.
+        missing: Number of these parameters whose gradient this backward pass has not computed yet.
+        work: The message that is being sent, or None.
     """
 
     gradients: Tensor
@@ -111,12 +106,10 @@ class _Bucket:
 
 
 class FlatSync(GradientSync):
-    """Sums gradients by messages (all-reduce) of one bucket each, while the backward pass is still running.
+    """Sums gradients by several all-reduces, which run during the backward pass.
 
-    Every `p.grad` is a view of `flat.gradients`, so nothing is copied. The message of bucket k starts when
-    its gradients are complete and buckets 0 to k - 1 have started. All ranks therefore issue the same
-    collectives in the same order. If a rank does not use a parameter, the parameter's gradient on that rank
-    is zero.
+    Every `p.grad` is a view of `flat.gradients`, so that nothing is copied. If a rank does not use a
+    parameter, the gradient of the parameter is zero on that rank.
     """
 
     name = "flat"
@@ -170,6 +163,7 @@ class FlatSync(GradientSync):
         if self._is_accumulating:
             return
         bucket.missing -= 1
+        # Start buckets in order, so that all ranks issue the same collectives in the same order.
         ready = self._num_started
         while ready < len(self._buckets) and self._buckets[ready].missing == 0:
             ready += 1
@@ -187,7 +181,7 @@ class FlatSync(GradientSync):
 
 
 class SharedMemorySync(GradientSync):
-    """Sums gradients in memory that all processes of one machine share. For CPUs.
+    """Sums gradients in memory that all processes of one machine share, for CPUs.
 
     The sum starts after the backward pass, when the CPUs are free.
     """
@@ -205,9 +199,9 @@ class SharedMemorySync(GradientSync):
 
 
 class DDPSync(GradientSync):
-    """Sums gradients by torch's DistributedDataParallel (DDP). `finish` copies the sums to `flat.gradients`.
+    """Sums gradients by torch's DistributedDataParallel (DDP).
 
-    Every rank must use every parameter. Needs a process group.
+    Every rank must use every parameter. torch.distributed must be initialized.
     """
 
     name = "ddp"
@@ -247,10 +241,7 @@ class DDPSync(GradientSync):
 
 
 def _sum_bucket(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook of DistributedDataParallel (DDP) that sums a bucket of gradients over ranks.
-
-    Without a hook, DDP computes the mean. group: Ranks that take part. If None, all ranks.
-    """
+    # Without a hook, DDP computes the mean.
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -263,13 +254,13 @@ def build_gradient_sync(
     bucket_size_mb: float | str = "auto",
     sync_dtype: str = "float32",
 ) -> GradientSync:
-    """Returns an object that sums gradients over ranks with the method that the config selects.
+    """Returns the `GradientSync` that the config selects. All ranks call it.
 
     If `flat` is in shared memory, it is a `SharedMemorySync`. Otherwise, it is a `DDPSync` if sync="ddp" and
-    there is a process group. In all other cases, it is a `FlatSync`. All ranks call it.
+    torch.distributed is initialized. In all other cases, it is a `FlatSync`.
 
-    flat: Tensors with all weights and all gradients of `model`. sync, bucket_size_mb, sync_dtype: Values of
-    the config keys of the same names.
+    flat: Flat tensors with all weights and all gradients of `model`. sync, bucket_size_mb, sync_dtype:
+    Values of the config keys of the same names.
     """
     if flat.messages_of_ranks is not None:
         assert (sync, sync_dtype) == ("auto", "float32")

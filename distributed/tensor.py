@@ -17,7 +17,7 @@ from distributed.shards import Span, Spans
 
 
 class _Copy(torch.autograd.Function):
-    """Returns its input in the forward pass, and sums the gradient over ranks in the backward pass."""
+    """Identity in the forward pass. The backward pass sums the gradient over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -30,7 +30,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums its input over ranks in the forward pass, and returns the gradient in the backward pass."""
+    """Sums its input over ranks in the forward pass. The backward pass is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -42,12 +42,12 @@ class _Sum(torch.autograd.Function):
 
 
 class Cut(NamedTuple):
-    """The part of a weight that one rank holds, if ranks divide the weight (tensor parallelism).
+    """The part of a weight that one rank holds in tensor parallelism.
 
-    The full weight is viewed as [outer, middle, rest]. The part is [:, begin:end] of this view. `rest`
-    follows from the size of the weight.
+    If the full weight is viewed as [outer, middle, rest], the part is [:, begin:end].
 
-    shape: Shape of the full weight in the model.
+    Attributes:
+        shape: Shape of the full weight.
     """
 
     outer: int
@@ -57,34 +57,34 @@ class Cut(NamedTuple):
     shape: tuple[int, ...]
 
     def take(self, full: Tensor) -> Tensor:
-        """Returns a copy of this rank's part of the tensor `full`, with the same number of axes.
+        """Returns a copy of this rank's part of a tensor.
 
-        Example: of a weight [6, 4] with outer=1, middle=6, begin=0 and end=3, the part is full[0:3], [3, 4].
+        The number of axes stays the same. Example: of a weight [6, 4], with outer=1, middle=6, begin=0 and
+        end=3, the part is full[0:3].
 
-        full: The full weight, or a tensor in its shape such as its gradient.
+        full: The full weight, or a tensor of its shape, such as its gradient.
         """
         shape, axis = list(self.shape), int(self.outer == self.shape[0])
         shape[axis] = shape[axis] * (self.end - self.begin) // self.middle
         return full.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
 
     def of(self, index: int, size: int) -> "Cut":
-        """Returns the `Cut` of the same weight for another rank: rank `index` of `size` ranks."""
+        """Returns the `Cut` of the same weight for another rank.
+
+        index: The rank. size: Number of ranks that divide the weight.
+        """
         begin, end = (number * self.middle // size for number in (index, index + 1))
         return self._replace(begin=begin, end=end)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Concatenates the parts of all ranks, and returns the full weight.
-
-        parts: One part for each rank, in order of ranks.
-        """
         return torch.cat([part.reshape(self.outer, -1) for part in parts], dim=1).view(self.shape)
 
     def spans(self, part: slice) -> Spans:
-        """Returns the positions that some elements of this rank's part of a weight have in the full weight.
+        """Returns the positions in the flattened full weight of some elements of this rank's part.
 
-        Positions are counted in the flattened full weight. A span is equal pieces at equal distances.
+        A `Span` contains equal pieces at equal distances.
 
-        part: Range of positions in the flattened part of this rank.
+        part: Range of positions in the flattened part.
         """
         rest = math.prod(self.shape) // (self.outer * self.middle)
         length, stride, start = (self.end - self.begin) * rest, self.middle * rest, self.begin * rest
@@ -99,12 +99,14 @@ class Cut(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Describes how tensor parallelism divides a layer's weights among ranks.
+    """Describes how tensor parallelism divides the weights of one layer among ranks.
 
     The output of the layer is the sum of the outputs of all ranks.
 
-    weights: {name of a weight: (outer, middle)}. The weight is viewed as [outer, middle, rest], and ranks
-    divide the middle axis. reads_share: Whether each rank reads only its part of the input features.
+    Attributes:
+        weights: {name of a weight: (outer, middle)}. The weight is viewed as [outer, middle, rest], and ranks
+            divide the middle axis.
+        reads_share: Whether each rank reads only its part of the input features.
     """
 
     weights: dict[str, tuple[int, int]]
@@ -114,13 +116,13 @@ class Plan(NamedTuple):
 def cut_tensors(
     network: nn.Module, ranks: Ranks, plan_of: Callable[[nn.Module], Plan | None]
 ) -> dict[str, Cut]:
-    """Applies tensor parallelism to a network: replaces weights by the parts that this rank holds, in place.
+    """Applies tensor parallelism: replaces weights by the parts that this rank holds, in place.
 
-    Also adds hooks that sum over ranks. Returns {name of a replaced weight: which part of it this rank
-    holds}. The number of ranks must divide the heads and the inner features.
+    Returns {name of a replaced weight: its `Cut`}. Also adds hooks that sum activations over ranks. The
+    number of ranks must divide the middle axis of every weight in a plan.
 
-    ranks: Group of ranks that divide the weights. plan_of: Function that returns how ranks divide a layer, or
-    None if every rank keeps the full layer.
+    ranks: Ranks that divide the weights. plan_of: Function that returns the plan of a layer, or None if
+    every rank keeps the full layer.
     """
     cuts: dict[str, Cut] = {}
     for name, module in network.named_modules():

@@ -3,7 +3,7 @@
 Every rank writes a heartbeat into the key-value store at every tick. Rank 0 reads the heartbeats of all
 ranks. Other ranks read only rank 0's, to keep the load of the store low. If a rank finds a missing heartbeat,
 or makes no progress itself, it sets the alarm in the store. Then all ranks read all heartbeats, report, and
-end.
+end. If no Python thread of a process can run, another process kills it (`distributed.backstop`).
 
 One thread exchanges heartbeats. Another thread watches the clock and never waits. Two threads are needed,
 because a call to the store ignores its timeout while the process that serves the store is stopped.
@@ -29,7 +29,7 @@ from distributed import log
 from distributed.backstop import Backstop, is_stopped
 from distributed.errors import restart_advice
 from distributed.failure_record import FailureRecord
-from distributed.process_group import (
+from distributed.world import (
     agent_serves_store,
     connect_store,
     is_main,
@@ -58,10 +58,10 @@ class _Heartbeat:
 
     Attributes:
         time: Wall-clock time in seconds.
-        step: Number of steps done. None before the first step is done.
+        step: Number of training steps done. None before the first step is done.
         state: What the rank does, with the line of code, as text.
         is_paused: Whether this rank need not make progress now, because it evaluates or saves. On rank 0,
-            whether this holds for any rank.
+            whether this is true of any rank.
         has_left: Whether the rank has left the watchdog's block. Missing heartbeats are then not a failure.
     """
 
@@ -73,17 +73,14 @@ class _Heartbeat:
 
 
 class Watchdog:
-    """Ends all ranks if one of them hangs or is lost. With one rank it does nothing.
+    """Context manager that ends all ranks if one of them hangs or is lost.
 
-    It is a context manager around the work of a program. A rank may be without a heartbeat or without
-    progress for init_timeout_seconds until its first step is done, and for step_timeout_seconds after that.
-    While any rank is inside a `paused` block, no rank needs to make progress, but heartbeats must continue.
-    If a limit is exceeded, every rank that still runs writes one line and the stacks of all threads to stderr
-    and to the log file, and exits with status EXIT_HANG.
+    With one rank it does nothing. Every rank must finish its first training step within
+    init_timeout_seconds, and each later step within step_timeout_seconds. Inside a `paused` block, steps
+    have no time limit. If a rank exceeds the limit, or does not respond for as long, every rank prints the
+    stacks of its threads and exits with status 124.
 
-    Time in which this process was stopped (SIGSTOP) does not count. If torchrun serves the key-value store
-    and only torchrun is stopped, the ranks of its node continue. If no Python thread of a process can run for
-    longer than the limit, the process is killed (`distributed.backstop`).
+    Time in which this process was suspended (SIGSTOP) does not count.
     """
 
     def __init__(self, *, init_timeout_seconds: float, step_timeout_seconds: float):
@@ -106,9 +103,11 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def keep_record(self, path: Path) -> None:
-        """Keeps a file on disk from which the next start of the run reads when this one failed.
+        """Keeps a file from which the next start of the run computes the recovery time.
 
-        Rank 0 calls it before the first training step. path: Path of the file.
+        Rank 0 calls it before the first training step.
+
+        path: Path of the file (`distributed.failure_record`).
         """
         self._record = FailureRecord(path)
 
@@ -125,23 +124,19 @@ class Watchdog:
         self._progress += 1
 
     def is_alarmed(self) -> bool:
-        """Returns whether a hang or a lost rank was found.
+        """Returns whether a hanging or lost rank was found.
 
-        This rank is then about to print a report and end.
+        This rank will then print a report and exit within seconds.
         """
         return bool(self._alarm or self._found)
 
     def pop_recovery(self) -> dict[str, float]:
-        """If the run failed before, returns {"recovery_seconds": time} once, on rank 0. Otherwise {}.
-
-        The time is from the failure to the end of the first training step after the restart.
-        """
         return self._record.pop_recovery() if self._record else {}
 
     def is_paused(self) -> bool:
-        """Returns whether this rank need not make progress, because a rank is inside a `paused` block.
+        """Returns whether any rank is inside a `paused` block.
 
-        What other ranks do is known about a second late.
+        No rank then needs to make progress. A change on another rank is visible about a second later.
         """
         return self._pauses > 0 or self._others_are_paused()
 
@@ -227,10 +222,7 @@ class Watchdog:
             self._record.write(self._step, silent_seconds=silence)
 
     def _read_heartbeats(self, store: Store, ranks: list[int]) -> dict[int, _Heartbeat]:
-        """Reads the newest heartbeats of `ranks` from the key-value store. Returns {rank: heartbeat}.
-
-        Ranks that have not written a heartbeat yet are left out.
-        """
+        # Ranks that have not written a heartbeat yet are left out.
         if not self._ask(store.check, [_key(number) for number in ranks]):
             ranks = [number for number in ranks if self._ask(store.check, [_key(number)])]
         texts = self._ask(store.multi_get, [_key(number) for number in ranks]) if ranks else []
@@ -266,13 +258,7 @@ class Watchdog:
             self._backstop.close()
 
     def _limit(self, step: int | None, is_paused: bool) -> tuple[float, str]:
-        """Returns how long a rank may be without heartbeat or progress: (seconds, text for a message).
-
-        Example: (600.0, "600 s (init_timeout_seconds)").
-
-        step: Last step that the rank has done. None before its first step is done. is_paused: Whether the
-        rank evaluates or saves.
-        """
+        # How long a rank may be without heartbeat or progress, as in (600.0, "600 s (init_timeout_seconds)").
         is_starting = step is None and not is_paused
         name = "init_timeout_seconds" if is_starting else "step_timeout_seconds"
         limit = self._init_timeout if is_starting else self._step_timeout
@@ -282,10 +268,7 @@ class Watchdog:
         return any(heard.is_paused for number, (heard, _) in self._heard.copy().items() if number != rank())
 
     def _find_reason_to_end(self) -> str:
-        """Returns why all ranks must end, as text. "" if they need not end.
-
-        Example: "no heartbeat from rank 3 for 600 s (step_timeout_seconds)", without a full stop.
-        """
+        # Example: "no heartbeat from rank 3 for 600 s (step_timeout_seconds)".
         limit, limit_text = self._limit(self._step, self._pauses > 0)
         waited = 0.0 if self._waiting_since is None else self._now - self._waiting_since
         if waited > _SILENCE_TICKS * _TICK_SECONDS and agent_serves_store() and is_stopped(os.getppid()):
@@ -305,7 +288,6 @@ class Watchdog:
         return ""
 
     def _warn_of_stopped_agent(self) -> None:
-        """Handles a stopped torchrun (SIGSTOP). Warns once, and does not count the time of the stop."""
         if not self._agent_is_stopped and local_rank() == 0:
             log.warning(
                 f"torchrun (process {os.getppid()}) is suspended (SIGSTOP), so it cannot restart this run. "
@@ -331,11 +313,7 @@ class Watchdog:
         end.join()
 
     def _describe_ranks(self) -> str:
-        """Returns a text that says where in the code every rank is.
-
-        Ranks that do not respond come first. Ranks with equal text are one group. Small groups come before
-        large ones, because the rank that differs is usually the cause.
-        """
+        # Small groups of ranks come before large ones, because the rank that differs is usually the cause.
         if self._now - self._answered_at >= _SILENCE_TICKS * _TICK_SECONDS:  # no recent heartbeats
             return f"{log.name_ranks([rank()])}: {self._state()}"
         groups: dict[tuple[bool, str], list[int]] = {}
@@ -354,10 +332,7 @@ class Watchdog:
 
 
 def _write_flight_record() -> None:
-    """Writes torch's record of the last collectives to the file flight_record_<rank> beside the log file.
-
-    torch's tool `torchfrtrace` reads it.
-    """
+    # torch's tool `torchfrtrace` reads this record of the last collectives.
     folder = log.rank_folder()
     with contextlib.suppress(Exception):  # older versions of torch lack the function; the disk may be full
         if folder is not None:
@@ -371,8 +346,9 @@ def _key(number: int) -> str:
 def _location(thread: int) -> str:
     """Returns the line of this repository that a thread executes, such as "training/step.py:80 (train_step)".
 
-    If the line is in the folder `distributed`, the text first has the line that called it. Returns "outside
-    our code" if there is no such line. thread: Identifier of the thread.
+    If the line is in the folder `distributed`, the line that called it comes first.
+
+    thread: Identifier of the thread.
     """
     frame = sys._current_frames().get(thread)
     lines: list[str] = []

@@ -15,7 +15,7 @@ from dataset.metadata import Dataset, Metadata
 from distributed import log
 from distributed.collectives import Ranks, gather_objects
 from distributed.errors import collective_errors
-from distributed.process_group import is_main
+from distributed.world import is_main
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:

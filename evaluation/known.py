@@ -17,7 +17,7 @@ from dataset.mixture import fingerprint_of
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors
-from distributed.process_group import is_main
+from distributed.world import is_main
 
 
 def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:

@@ -27,7 +27,7 @@ from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors
-from distributed.process_group import is_main
+from distributed.world import is_main
 from evaluation.intervals import wilson_interval
 
 

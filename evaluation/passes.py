@@ -18,8 +18,8 @@ from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.metadata import IGNORE_LABEL_ID, Dataset
 from dataset.plan import EvaluationPlan
 from distributed.collectives import ALONE, Ranks, RankSums, all_ranks, gather_objects
-from distributed.process_group import is_main
 from distributed.progress import Progress
+from distributed.world import is_main
 from evaluation.evaluators import Evaluators
 from evaluation.leaks import Leak
 from evaluation.loop import answer_batches

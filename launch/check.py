@@ -27,13 +27,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from distributed import log
-from distributed import process_group as group
+from distributed import backend, log, world
 from distributed.errors import local_errors
 from distributed.launch import wait_for_all_ranks
-from distributed.process_group import is_main, rank, world_size
 from distributed.processor import describe_processor
 from distributed.watchdog import Watchdog
+from distributed.world import is_main, rank, world_size
 from launch import links
 from launch.rates import RATES, Rates, measure_rates
 
@@ -58,29 +57,29 @@ def main() -> None:
         if options.timeout <= 0:
             parser.error(f"--timeout {options.timeout:g} must be greater than 0")
     with local_errors():
-        group.read_launcher()
+        world.read_launcher()
     log.info(describe_process())
     with local_errors():
         if world_size() > 1:
             check_ranks(options)
         else:
-            rates = measure_rates(group.choose_device(options.device))
+            rates = measure_rates(backend.choose_device(options.device))
             log.info(_table(*zip(RATES, rates.texts(), ("GFLOP/s",) * 2, strict=True)))
             log.info(rates.compare())
 
 
 def describe_process() -> str:
-    """Returns a text table with versions, hardware and environment variables for distributed runs.
+    """Returns a text table of versions, hardware and environment variables for distributed runs.
 
-    Also sets the number of CPU threads, as a run does.
+    Also calls torch.set_num_threads, as a training run does.
     """
     return _table(
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", f"{torch.__version__} (CUDA {torch.version.cuda}, ROCm {torch.version.hip})"),
-        ("backends", ", ".join(filter(group.has_backend, ("gloo", "nccl", "ucc")))),
+        ("backends", ", ".join(filter(backend.has_backend, ("gloo", "nccl", "ucc")))),
         ("host", f"{socket.gethostname()} ({platform.platform()})"),
         ("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"),
-        ("threads", f"{group.set_cpu_threads('auto')} on {num_cores()} cores for this process"),
+        ("threads", f"{backend.set_cpu_threads('auto')} on {num_cores()} cores for this process"),
         ("cpu", describe_processor()),
         *((f"cuda:{i}", torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())),
         *(pair for pair in sorted(os.environ.items()) if pair[0].startswith(_VARIABLES)),
@@ -88,12 +87,12 @@ def describe_process() -> str:
 
 
 def check_ranks(options: argparse.Namespace) -> None:
-    """Checks all processes of torchrun, and prints the results. All ranks call it.
+    """Tests connections between all ranks, measures their speed, and prints the results.
 
-    Tests connections between ranks, and measures the speed of matrix products and messages. If a rank fails
-    or does not start, all ranks exit with status 1. If a rank hangs, they exit with status 124.
+    All ranks call it. If a rank fails or does not start, all ranks exit with status 1. If a rank hangs, they
+    exit with status 124.
 
-    options: Command-line options: device, backend, timeout (seconds) and quick.
+    options: Parsed command-line options: device, backend, timeout (seconds) and quick.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
@@ -102,14 +101,14 @@ def check_ranks(options: argparse.Namespace) -> None:
         watchdog.step_done(0)
 
         def set_up() -> list[Any]:
-            device = group.choose_device(options.device)
-            group.choose_backend(options.backend, device)
+            device = backend.choose_device(options.device)
+            backend.choose_backend(options.backend, device)
             address, port, *_ = stack.enter_context(links.listen_like_gloo()).getsockname()
-            host, threads = socket.gethostname(), group.set_cpu_threads("auto")
+            host, threads = socket.gethostname(), backend.set_cpu_threads("auto")
             return [host, os.getpid(), str(device), threads, links.interface_of(address), address, port]
 
         rows = _on_all_ranks("set up", set_up)
-        device = group.choose_device(options.device)
+        device = backend.choose_device(options.device)
         rates = [Rates(*measured) for measured in _on_all_ranks("multiply", lambda: measure_rates(device))]
         names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
         names += tuple(f"{name} GFLOP/s" for name in RATES)
@@ -119,19 +118,15 @@ def check_ranks(options: argparse.Namespace) -> None:
         _check_names([row[0] for row in rows])
         _check_addresses(rows, timeout_seconds=limit / 2)
         watchdog.step_done(1)
-        opened = group.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
+        opened = backend.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
         _on_all_ranks("open the group", lambda: stack.enter_context(opened))
-        is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo sends only CPU tensors
+        is_nccl = "nccl" in backend.choose_backend(options.backend, device)  # gloo sends only CPU tensors
         device = device if is_nccl else torch.device("cpu")
         _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
         dist.barrier()  # rank 0 may serve the store, so it must not exit first
 
 
 def _compare_rates(rates: Sequence[Rates]) -> None:
-    """Prints whether `arch.forward_dtype=auto` chooses the faster dtype. Prints one line if all ranks agree.
-
-    rates: Measured speeds of each rank.
-    """
     ranks: dict[str, list[int]] = {}
     for number, speeds in enumerate(rates):
         ranks.setdefault(speeds.compare(), []).append(number)
@@ -140,10 +135,7 @@ def _compare_rates(rates: Sequence[Rates]) -> None:
 
 
 def _check_names(hosts: Sequence[str]) -> None:
-    """Warns of host names that other hosts cannot resolve. torchrun would hang on them without a message.
-
-    All ranks call it. hosts: Host name of each rank.
-    """
+    # torchrun would hang on such names without a message.
     unknown = _on_all_ranks("look up names", lambda: [host for host in set(hosts) if not _is_known(host)])
     for name in dict.fromkeys(hosts) if is_main() else ():
         if callers := list(
@@ -163,15 +155,8 @@ def _is_known(host: str) -> bool:
 
 
 def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:
-    """Tests whether every rank can connect to every other rank over TCP. Rank 0 warns of failures.
-
-    All ranks call it. If two ranks cannot connect in either direction, all ranks exit with status 1.
-
-    rows: For each rank its values in the printed table. The first is the host name, the last three are
-    network interface, IP address and port. timeout_seconds: Time limit of a connection.
-    """
     connect = functools.partial(links.connect, timeout_seconds=timeout_seconds)
-    addresses = [row[-2:] for row in rows]
+    addresses = [row[-2:] for row in rows]  # (IP address, port) of each rank
     # faults[a][b]: reason why rank a cannot reach rank b; empty if it can.
     faults = _on_all_ranks(
         "connect to all ranks", lambda: list(ThreadPoolExecutor(128).map(connect, addresses))
@@ -191,19 +176,18 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
-    """Runs a function on all ranks. Returns the list of its results on all ranks. All ranks call it.
+    """Runs a function on all ranks, and returns the list of its results.
 
-    If the function raises an exception on one rank, all ranks exit with status 1. If a rank hangs, the
-    watchdog ends all ranks.
+    All ranks call it. If the function raises an exception on one rank, all ranks exit with status 1.
 
-    name: What the function does, such as "look up names", for error messages. Each call needs another name.
-    action: Function without arguments. Its result must be a JSON value.
+    name: What the function does, for error messages, such as "look up names". Each call needs another name.
+    action: Function that returns a JSON value.
     """
     try:
         outcome = (action(), None)
     except Exception as error:
         outcome = (None, f"{type(error).__name__}: {error}".removeprefix("ValueError: "))
-    store, keys = group.rendezvous_store(), [f"{name}/{number}" for number in range(world_size())]
+    store, keys = world.rendezvous_store(), [f"{name}/{number}" for number in range(world_size())]
     store.set(keys[rank()], json.dumps(outcome))
     store.wait(keys)
     results, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
@@ -213,8 +197,7 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
 
 
 def _end_all(reason: str) -> NoReturn:
-    """Exits on all ranks with status 1. Rank 0 prints the reason first. All ranks call it."""
-    store = group.rendezvous_store()
+    store = world.rendezvous_store()
     if is_main():
         log.error(reason)
         store.set("printed", "")
@@ -232,15 +215,6 @@ def _table(*rows: Sequence[object]) -> str:
 def _measure_links(
     device: torch.device, rows: Sequence[Sequence[Any]], *, is_quick: bool, watchdog: Watchdog
 ) -> None:
-    """Measures how fast ranks exchange messages, in pairs and by an all-reduce. Prints the results.
-
-    All ranks call it.
-
-    device: Device of the sent tensors.
-    rows: For each rank its values in the printed table. The first is the host name, the fifth the interface.
-    is_quick: Whether to send fewer and smaller messages.
-    watchdog: Ends all ranks if one hangs. Its time limit holds for each pair.
-    """
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
     log.info(f"\n{device.type} tensors: round trip of 4 bytes, and rate of {large >> 20} MiB messages")
     hosts, durations = [row[0] for row in rows], {}
@@ -262,6 +236,7 @@ def _measure_links(
     )
     log.info(f"\nall {size} ranks can reach each other")
     if len(set(hosts)) > 1:
+        # rows[number][4] is the network interface.
         ends = (f"{hosts[number]} ({rows[number][4]})" for number in max(durations, key=durations.get))
         log.info(f"\nthe slowest link is between {' and '.join(ends)}")
 

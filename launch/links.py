@@ -14,17 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.process_group import rank, world_size
+from distributed.world import rank, world_size
 
 _MAX_HOSTS = 8  # with more hosts, not all pairs are measured
 _SIOCGIFADDR = 0x8915  # from Linux's sockios.h
 
 
 def listen_like_gloo() -> socket.socket:
-    """Opens a TCP server at the address that torch's backend gloo would use on this host. Returns its socket.
+    """Opens a TCP server at the address that torch's backend gloo would use.
 
-    If GLOO_SOCKET_IFNAME is set, it is the address of this network interface. Otherwise, it is the address of
-    the host name if that can be used, or else 127.0.0.1. Raises ValueError if there is no such interface.
+    Returns the server's socket. If the environment variable GLOO_SOCKET_IFNAME names a network interface,
+    the server has the address of this interface. Otherwise it has the address of the host name, or 127.0.0.1
+    if that cannot be used. Raises ValueError if the interface does not exist.
     """
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:
@@ -56,14 +57,15 @@ def interface_of(address: str) -> str:
 
 
 def _address_of(interface: str) -> str:
-    """Returns the IPv4 address of a network interface such as "eth0". Raises OSError if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("256s", interface.encode())
         return socket.inet_ntoa(fcntl.ioctl(asking, _SIOCGIFADDR, request)[20:24])
 
 
 def connect(address: Sequence[Any], timeout_seconds: float) -> str:
-    """Tries to connect to a TCP server. Returns "" if that works, otherwise why it failed, as text.
+    """Tries to connect to a TCP server.
+
+    Returns "" if it succeeds, otherwise the reason as text.
 
     address: (host, port). timeout_seconds: Time limit.
     """
@@ -75,10 +77,10 @@ def connect(address: Sequence[Any], timeout_seconds: float) -> str:
 
 
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Chooses pairs of ranks to measure the connections between hosts. Example: [(0, 4), (0, 8), (4, 8)].
+    """Returns pairs of ranks to measure, such as [(0, 4), (0, 8), (4, 8)].
 
-    With several hosts, the first rank of each host is used. With one host, all ranks are used. If these are
-    more than 8 ranks, not all of their pairs are chosen.
+    With several machines, only the first rank of each machine is used. With one machine, all ranks are used.
+    With more than 8 ranks to pair, only some of their pairs are returned.
 
     hosts: Host name of each rank.
     """
@@ -92,14 +94,12 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
 def measure_link(
     pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int
 ) -> tuple[float, float] | None:
-    """Measures how fast two ranks exchange messages with torch.distributed.
+    """Measures how fast two ranks exchange messages. Both call it.
 
-    Returns (seconds of a round trip of 4 bytes, bytes per second of large messages) on both ranks. Returns
-    None on other ranks.
+    Returns (seconds of a round trip of 4 bytes, bytes per second of large messages). Returns None on other
+    ranks.
 
-    pair: The two ranks. Both must call this function.
-    repeats: Number of round trips.
-    num_bytes: Size of a large message.
+    pair: The two ranks. repeats: Number of round trips. num_bytes: Size of a large message.
     """
     if rank() not in pair:
         return None
@@ -112,10 +112,10 @@ def measure_link(
 
 
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
-    """Returns how many seconds it takes to call all functions of `calls` once, as a median.
+    """Returns the median time of calling all functions of `calls` once, in seconds.
 
-    calls: Functions that get `message`, such as torch.distributed.all_reduce. repeats: Number of repetitions
-    of which the median is taken. One repetition before them is not counted.
+    calls: Functions to call with `message`, such as torch.distributed.all_reduce. message: Tensor to send.
+    repeats: Number of measurements, in addition to a first one that is not counted.
     """
     times = []
     for _ in range(repeats + 1):

@@ -16,12 +16,13 @@ _CLEARLY = 1.25  # the other format must be faster by this factor to contradict 
 
 
 class Rates(NamedTuple):
-    """Measured speeds of matrix products in two dtypes, and the dtype that `forward_dtype=auto` chooses.
+    """Measured speeds of matrix products in two dtypes, in floating-point operations per second.
 
-    bfloat16  floating-point operations per second in bfloat16
-    float32   the same in float32
-    choice    dtype that `forward_dtype=auto` chooses, "bfloat16" or "float32"
-    reason    reason for this choice, as text
+    Attributes:
+        bfloat16: Speed in bfloat16.
+        float32: Speed in float32.
+        choice: Dtype that the config value `forward_dtype=auto` selects on this machine.
+        reason: Reason for this choice, as text.
     """
 
     bfloat16: float
@@ -30,9 +31,9 @@ class Rates(NamedTuple):
     reason: str
 
     def compare(self) -> str:
-        """Returns a sentence that says whether `forward_dtype=auto` chooses the faster dtype on this machine.
+        """Returns a sentence that says whether `forward_dtype=auto` selects the faster dtype.
 
-        If it does not, the sentence says what to set.
+        Differences of less than 25 % do not count.
         """
         rule = f"arch.forward_dtype=auto means {self.choice} here, because {self.reason}."
         other = "float32" if self.choice == "bfloat16" else "bfloat16"
@@ -41,20 +42,15 @@ class Rates(NamedTuple):
         return f"{rule} The measurement contradicts the rule. Set arch.forward_dtype={other}."
 
     def texts(self) -> list[str]:
-        """Returns the speeds in GFLOP/s as texts: [bfloat16, float32]."""
         return [f"{rate / 1e9:.0f}" for rate in (self.bfloat16, self.float32)]
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Measures the speed of matrix products in bfloat16 and float32 on a device, in about half a second.
-
-    The matrices have 256 x 256 elements on a CPU, 4096 x 4096 on a GPU.
-    """
+    """Measures the speed of matrix products in bfloat16 and float32, in about half a second."""
     return Rates(*(_rate(device, getattr(torch, name)) for name in RATES), *choose_format(device))
 
 
 def _rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the speed of a matrix product with this dtype, in floating-point operations per second."""
     size = _SIZE if device.type == "cpu" else _SIZE_OF_GPU
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     seconds: list[float] = []

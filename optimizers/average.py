@@ -17,8 +17,8 @@ from torch import Tensor
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.flat import FlatParameters
-from distributed.process_group import is_main
 from distributed.shards import Tensors
+from distributed.world import is_main
 
 _FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the initial weights
 

@@ -13,7 +13,7 @@ from checkpointing.finding import Checkpoint
 from dataset.drawing import SCRIPTS, THEME
 from dataset.metadata import Dataset
 from distributed import log
-from distributed.process_group import is_main
+from distributed.world import is_main
 from models import HaltingModel
 from report.compute import compute_picture
 from report.page_content import page_values

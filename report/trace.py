@@ -18,8 +18,8 @@ from dataset.kinds.kind import Style, to_grid
 from dataset.loader import choose_rows, names_of, original_rows, read_rows
 from dataset.metadata import IGNORE_LABEL_ID, Dataset
 from dataset.mixture import open_datasets
+from distributed.backend import choose_device, set_cpu_threads
 from distributed.number_format import choose_evaluation_format
-from distributed.process_group import choose_device, set_cpu_threads
 from distributed.progress import Progress
 from evaluation.known import find_match, known_puzzles
 from evaluation.trace import Trace, record_trace

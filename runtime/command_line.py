@@ -14,10 +14,12 @@ from runtime.writing import Patient, check_working_folder, prepare_streams
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Context manager for a program that turns errors of the user into one line on stderr.
+    """Context manager that prints an error of the user as one line and exits with status 1.
 
-    After a ValueError, OSError or MemoryError, prints "<program>: error: <message>" and exits with status 1.
-    Also makes stdin, stdout and stderr safe to use.
+    Errors of the user are ValueError, OSError and MemoryError. It also makes stdin, stdout and stderr safe
+    to use (`runtime.writing.prepare_streams`).
+
+    program: Name of the program, with which the line starts.
     """
     prepare_streams()
     try:
@@ -35,9 +37,9 @@ def warn(program: str, text: str) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argparse parser for `python -m MODULE`. For a wrong option it raises ValueError, without the usage.
+    """ArgumentParser that raises ValueError for a wrong option, instead of printing the usage.
 
-    module: Name of the module, for the help.
+    module: Name of the module that `python -m` runs, for the help text.
     """
 
     def __init__(self, module: str, *, description: str, add_help: bool = True):
@@ -50,23 +52,22 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class _ImportPlugin(argparse.Action):
-    """Argparse action of --plugin: imports the file as soon as the option is parsed. Stores nothing."""
-
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         load_plugins([value])
 
 
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --plugin FILE, which imports the file and may be repeated."""
     text = "Python file that adds a model or a kind of puzzle (docs/extend.md); may be repeated"
     hidden = {"default": argparse.SUPPRESS, "dest": argparse.SUPPRESS}
     parser.add_argument("--plugin", action=_ImportPlugin, metavar="FILE", help=text, **hidden)
 
 
 def import_plugins(arguments: Sequence[str]) -> None:
-    """Imports every file that --plugin names in the command-line arguments.
+    """Imports every file that the option --plugin names.
 
-    Call it before the parser of all options is built, because a plugin may add choices to its options.
+    Call it before building the parser of all options, because a plugin may add choices to them.
+
+    arguments: Command-line arguments. Other options are ignored.
     """
     parser = OneLineParser("", description="", add_help=False)
     add_plugin_option(parser)
@@ -74,10 +75,12 @@ def import_plugins(arguments: Sequence[str]) -> None:
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    """Raises ValueError if the user passed one of the options `names` (their value is not None).
+    """Raises ValueError if the user has passed one of these options.
 
-    names: Names of attributes, such as "num_aug" for --num-aug. other: What the options are for, for the
-    message "--num-aug is for <other>. Remove it."
+    An option is passed if its value is not None.
+
+    names: Attributes of `options`, such as "num_aug" for the option --num-aug. other: What the options are
+    for, to complete the message "--num-aug is for ...".
     """
     for name in names:
         if getattr(options, name, None) is not None:
@@ -85,19 +88,19 @@ def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a builder to store in its dataset's manifest file, as {name: value}.
+    """Returns the options of a dataset builder, to store them in the dataset's manifest file.
 
-    output_dir is left out. instead: {name: value} to overwrite or add.
+    instead: {name: value} to overwrite or add.
     """
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 
 
 def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
-    """Returns an argparse `type` that checks a text against a regular expression and converts it.
+    """Returns a function for `type` of argparse.add_argument that checks and converts a text.
 
     pattern: Regular expression that the whole text must match. form: Description of valid texts, for the
-    message "must be <form>". convert: Function (groups of the pattern) -> value. It returns None if the text
-    is not valid.
+    message "must be ...". convert: Function that gets the groups of the pattern and returns the value. It
+    returns None if the text is not valid.
     """
 
     def parse(text: str) -> Any:
@@ -110,14 +113,13 @@ def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[
 
 
 def integer(*, at_least: int, at_most: int = (1 << 64) - 1) -> Callable[[str], int]:
-    """Returns an argparse `type` for integers from `at_least` to `at_most`.
+    """Returns a function for `type` of argparse.add_argument that accepts integers in a range.
 
-    The default maximum, 2^64 - 1, is the largest seed.
+    The default of `at_most` is the largest seed, 2^64 - 1.
     """
     form = f"an integer from {at_least} to {'2**64 - 1' if at_most == (1 << 64) - 1 else at_most}"
     return matching(r"(\d+)", form, lambda text: int(text) if at_least <= int(text) <= at_most else None)
 
 
 def number(text: str) -> int | float:
-    """Converts the text of a number: "3" to int 3, "0.3" to float 0.3."""
     return float(text) if "." in text else int(text)

@@ -26,11 +26,6 @@ except ValueError as _error:
 
 
 def _announce() -> None:
-    """Prints a line such as "pretrain: loading PyTorch" on stderr.
-
-    Prints nothing in ranks other than 0, in programs outside of this repository and in tests, and if torch is
-    already loaded.
-    """
     path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     is_ours = Path(__file__).parents[1] in path.resolve().parents and "tests" not in path.parts
     if is_ours and "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
@@ -48,7 +43,9 @@ if not _WAITING & os.environ.keys():
 
 
 def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), cgroup_list: Path = Path("/proc/self/cgroup")) -> int:
-    """Returns how many CPU cores this process may use. CPU affinity and cgroup quotas (v1, v2) limit them.
+    """Returns how many CPU cores this process may use, at least 1.
+
+    CPU affinity and cgroup quotas limit them.
 
     cgroups: Folder where the cgroup files are mounted. cgroup_list: File that lists the cgroups of this
     process.
@@ -71,10 +68,6 @@ def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), cgroup_list: Path = Path("
 
 
 def _quota(group: Path) -> int | None:
-    """Returns how many CPU cores the quota of a cgroup allows, at least 1. Returns None if there is no quota.
-
-    group: Folder of the cgroup.
-    """
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()

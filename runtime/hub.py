@@ -23,7 +23,9 @@ _SCHEME = re.compile(r"hf:/+")  # pathlib.Path turns hf://a/b into hf:/a/b
 class Address:
     """A repository on the Hugging Face Hub, such as hf://OWNER/NAME.
 
-    repo: OWNER/NAME. revision: Branch, tag or commit. If None, the head of the main branch.
+    Attributes:
+        repo: OWNER/NAME.
+        revision: Branch, tag or commit. If None, the head of the main branch.
     """
 
     kind: Literal["model", "dataset"]
@@ -36,7 +38,6 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The web page of the repository, on the server that the environment variable HF_ENDPOINT sets."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{self._path}"
@@ -51,9 +52,10 @@ def is_address(location: str | Path) -> bool:
 
 
 def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) -> Address:
-    """Parses an address such as hf://OWNER/NAME.
+    """Parses an address on the Hugging Face Hub, such as hf://OWNER/NAME.
 
-    Raises ValueError if the address is not valid or not of this kind, or if huggingface_hub is not installed.
+    Raises ValueError if the address is not valid, if it is not of this kind, or if the package
+    huggingface_hub is not installed.
     """
     import_client()
     from huggingface_hub.utils import parse_hf_uri
@@ -70,7 +72,7 @@ def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) ->
 
 
 def import_client() -> ModuleType:
-    """Imports the package huggingface_hub with telemetry disabled, and returns it.
+    """Imports the package huggingface_hub without its telemetry, and returns it.
 
     Raises ValueError if it is not installed.
     """
@@ -85,15 +87,14 @@ def import_client() -> ModuleType:
 def download(
     address: Address, choose: Callable[[list[str]], Sequence[str]], *, by_hand: str, say: Say = print
 ) -> list[Path]:
-    """Downloads files of a repository on the Hub. Returns their paths in the local cache.
+    """Downloads files of a repository on the Hugging Face Hub.
 
-    Files in the cache are not downloaded again. An interrupted download continues. The hash of a new file is
-    compared with the Hub's. If the Hub cannot be reached, the cache is used. Raises ValueError, one line, for
-    every failure.
+    Returns their paths in the local cache. Files in the cache are not downloaded again. If the Hub cannot be
+    reached, the cache is used. Raises ValueError if the download fails or if the digest of a file is wrong.
 
-    choose: Function that gets the names of all files, and returns those of the files to download. It raises
-    ValueError if one is missing. by_hand: Advice for the user if the Hub cannot be reached and the cache does
-    not have the files. say: Function that prints a line.
+    choose: Function that gets the names of all files, and returns the names to download. It raises
+    ValueError if one is missing. by_hand: Advice for the user if neither the Hub nor the cache has the
+    files. say: Function that prints a line.
     """
     with client_errors(address, by_hand=by_hand):
         pinned, sizes, cached = _list_files(address, say=say)
@@ -116,13 +117,14 @@ def download(
 def download_file(
     pinned: Address, name: str, *, by_hand: str, num_bytes: int | None = None, say: Say = print
 ) -> Path:
-    """Downloads one file, unless it is in the local cache, and checks its digest.
+    """Downloads one file from the Hugging Face Hub, unless it is in the local cache.
 
-    Returns its path in the cache. Raises ValueError, one line, for every failure.
+    Returns its path in the cache. Raises ValueError if the download fails or if the digest of the file is
+    wrong.
 
-    pinned: Address whose revision is the hash of a commit. name: Path of the file in the repository. by_hand:
-    Advice for the user if the Hub cannot be reached. num_bytes: Size of the file, for the message. If None,
-    it is unknown. say: Function that prints a line.
+    pinned: Repository, with the hash of a commit as revision. name: Path of the file in the repository.
+    by_hand: Advice for the user if the Hub cannot be reached. num_bytes: Size of the file, for the message.
+    say: Function that prints a line.
     """
     client = import_client()
     file = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision, "filename": name}
@@ -137,13 +139,10 @@ def download_file(
 
 
 def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None], str | None]:
-    """Lists the files of a repository on the Hub.
+    """Lists the files of a repository on the Hugging Face Hub, or else in the cache.
 
     Returns (address with the hash of the commit as revision, {file: size in bytes}, None). If the Hub cannot
-    be reached, lists the files in the local cache. The sizes are then None, and the third value is a text
-    with the names of the cached files.
-
-    say: Function that prints a line.
+    be reached, the sizes are None, and the third value is a text with the names of the files in the cache.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
@@ -167,13 +166,8 @@ def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int |
 
 
 def _check_digest(path: Path, *, where: str) -> None:
-    """Checks that a downloaded file has the hash that the Hub lists. huggingface_hub compares only sizes.
-
-    If the hashes differ, removes the file and raises ValueError. If `path` is not a link, the hash is
-    unknown, and nothing is checked.
-
-    path: Link in the cache to a file that is named after its hash. where: Name of the file, for the message.
-    """
+    # huggingface_hub compares only sizes. `path` is a link in its cache to a file that is named after its
+    # hash.
     from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
     expected = Path(os.readlink(path)).name if path.is_symlink() else ""  # no links, no digests
@@ -188,9 +182,9 @@ def _check_digest(path: Path, *, where: str) -> None:
 
 @contextlib.contextmanager
 def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
-    """Context manager for calls of huggingface_hub. Converts their errors to a ValueError of one line.
+    """Context manager that converts errors of huggingface_hub to a ValueError of one line.
 
-    Mutes the log of huggingface_hub. Its progress bars appear only on terminals.
+    It also mutes the log of huggingface_hub.
 
     address: Repository that the message names. by_hand: Advice for the user if the Hub cannot be reached.
     """
@@ -214,11 +208,7 @@ def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
 
 
 def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:
-    """Returns what went wrong and what to do, as the end of a sentence that starts with the address.
-
-    Example: "cannot be reached (HF_HUB_OFFLINE is set): ...". Returns None if the error does not come from
-    huggingface_hub.
-    """
+    # The end of a sentence that starts with the address. None: not an error of huggingface_hub.
     from huggingface_hub import errors
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # from an upload
@@ -242,7 +232,6 @@ def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:
 
 
 def _is_out_of_reach(error: Exception) -> bool:
-    """Returns whether the error means that the Hub cannot be reached, or that its server fails (HTTP 5xx)."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
@@ -252,7 +241,6 @@ def _is_out_of_reach(error: Exception) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the cause of an error of huggingface_hub in a few words, such as "404 Not Found"."""
     from huggingface_hub import errors
 
     if isinstance(error, (errors.RevisionResolutionError, errors.LocalEntryNotFoundError)):

@@ -16,7 +16,7 @@ _WANDB_STEP_FILE = "wandb_step"
 
 
 class MetricsFile:
-    """Writes the metrics of a run to metrics.jsonl: one JSON object a line, with `step` first.
+    """Appends the metrics of a training run to metrics.jsonl, one JSON object a line.
 
     Writes are not buffered.
     """
@@ -27,10 +27,6 @@ class MetricsFile:
         self._file, self._is_torn = open_to_append(run_folder / METRICS_FILE), False
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Appends one line: the step and the metrics.
-
-        Raises OSError if the disk is full. After that, the next line starts on a new line.
-        """
         row = f"{json.dumps({'step': step, **metrics})}\n".encode()
         row = b"\n" + row if self._is_torn else row
         self._is_torn = self._file.write(row) < len(row)
@@ -42,11 +38,11 @@ class MetricsFile:
 
 
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields (JSON object, text of the line) for each line of metrics.jsonl in a run folder.
+    """Yields (JSON object, text of the line) for each line of metrics.jsonl.
 
     Skips lines that are not a JSON object with a valid `step`. If the file does not exist, yields nothing.
 
-    name: Name of another file of the same form.
+    run_folder: Folder that contains the file. name: Name of another file of the same form.
     """
     with contextlib.suppress(MissingFileError):
         for line in read_lines(run_folder / name, allows_zeros=True):
@@ -58,15 +54,14 @@ def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict
 
 
 def is_step(value: Any) -> bool:
-    """Returns whether a value from a file is a valid step number: an int from 0 to 2^53 - 1."""
     return type(value) is int and 0 <= value < 2**53
 
 
 def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
-    """Removes the lines of metrics.jsonl for steps after `step`. Returns the JSON objects of the other lines.
+    """Removes the lines of metrics.jsonl for steps after `step`. Returns the other lines, parsed.
 
-    For a run that resumes at `step` and will log the later steps again. Weights & Biases (W&B) cannot remove
-    lines. So this function stores the last removed step in a file, for `last_wandb_step`.
+    A run that resumes at `step` calls it, because it will log the later steps again. Weights & Biases (W&B)
+    cannot remove lines, so `last_wandb_step` returns the last removed step.
     """
     path, rows = run_folder / METRICS_FILE, list(read_rows(run_folder))
     last = max((values["step"] for values, _ in rows), default=0)
@@ -79,17 +74,14 @@ def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
 
 
 def forget_wandb_step(run_folder: Path) -> None:
-    """Removes the file that `last_wandb_step` reads, so that it returns 0.
-
-    For a run folder that continues as a new run at Weights & Biases (W&B).
-    """
+    # For a run folder that continues as a new run at Weights & Biases.
     (run_folder / _WANDB_STEP_FILE).unlink(missing_ok=True)
 
 
 def last_wandb_step(run_folder: Path) -> int:
-    """Returns the last step that was ever removed from metrics.jsonl. Weights & Biases (W&B) may have it.
+    """Returns the last step that was ever removed from metrics.jsonl, or 0.
 
-    Returns 0 if no line was removed.
+    Weights & Biases (W&B) may have this step, because it cannot remove lines.
     """
     path = run_folder / _WANDB_STEP_FILE
     text = read_text(path).strip() if path.exists() else ""

@@ -18,9 +18,9 @@ _loaded: dict[Path, ModuleType] = {}
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Imports plugins as modules plugin_<name>. A plugin that this process has imported before is skipped.
+    """Imports plugins, which are Python files of the user. Skips those that are already imported.
 
-    Raises ValueError, one line, if a path is not a plugin, or if its code fails.
+    Raises ValueError if a path is not a plugin, or if its code fails.
 
     paths: Python files, or folders with an __init__.py.
     """
@@ -56,12 +56,6 @@ def _import(text: str, path: Path) -> ModuleType:
 
 
 def _line_of(error: Exception, file: Path) -> str:
-    """Finds the line of a plugin that raised an error. Returns a text such as ", line 12".
-
-    It is the last line of `file` in the traceback. Returns "" if the traceback has no such line.
-
-    file: Python file of the plugin.
-    """
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f", line {error.lineno}"
     lines = [
@@ -71,12 +65,11 @@ def _line_of(error: Exception, file: Path) -> str:
 
 
 def plugin_paths() -> list[str]:
-    """Returns the absolute paths of the imported plugins, so that another process can import them too."""
     return list(map(str, _loaded))
 
 
 def defined(part: str) -> list[Any]:
-    """Returns the values of a variable of all imported plugins that define it, in the order of the imports.
+    """Returns the values of a variable in all imported plugins that define it.
 
     part: Name of the variable, such as "KIND" or "OPTIMIZER".
     """
@@ -84,7 +77,7 @@ def defined(part: str) -> list[Any]:
 
 
 def plugin_of(part: str, value: Any) -> ModuleType | None:
-    """Returns the module of the plugin whose variable `part` is the object `value`. None if no plugin has it.
+    """Returns the plugin whose variable `part` is the object `value`, or None.
 
     part: Name of the variable, such as "KIND" or "OPTIMIZER".
     """
@@ -93,9 +86,9 @@ def plugin_of(part: str, value: Any) -> ModuleType | None:
 
 
 def plugin_files() -> Iterator[tuple[str, Path]]:
-    """Yields (name, path) of every Python file of the imported plugins, to compare them between machines.
+    """Yields (name, path) of every Python file of the imported plugins.
 
-    Example: ("plugin_tiles/tiles.py", Path("/home/me/tiles.py")). Names contain no absolute path.
+    Example: ("plugin_tiles/tiles.py", Path("/home/me/tiles.py")). The name is the same on all machines.
     """
     for path, module in _loaded.items():
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]

@@ -39,10 +39,9 @@ class PointerFileError(ValueError):
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager that opens a file to read bytes.
+    """Context manager that opens a file to read bytes. Raises ValueError if that fails.
 
-    Raises ValueError if the file is missing, is a folder or another special file, is a pointer of Git LFS, or
-    cannot be read.
+    It also refuses folders, special files and pointer files of Git LFS.
     """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer; the check below refuses it.
@@ -72,7 +71,6 @@ def _open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 digest of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while block := file.read(1 << 20):
@@ -83,7 +81,7 @@ def sha256_of(path: Path) -> str:
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     """Returns the content of a file. A file that ends in .gz is decompressed.
 
-    Raises ValueError, one line, if the file cannot be read or has more than `most` bytes.
+    Raises ValueError if the file cannot be read or has more than `most` bytes.
     """
     with _open_unpacked(path) as file:
         content = file.read(most + 1)
@@ -93,10 +91,9 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
-    """Returns the content of a UTF-8 file, without a byte order mark.
+    """Returns the text of a UTF-8 file. A file that ends in .gz is decompressed.
 
-    A file that ends in .gz is decompressed. Raises ValueError, one line, if the file cannot be read, has more
-    than `most` bytes, or is not UTF-8.
+    Raises ValueError if the file cannot be read, has more than `most` bytes, or is not UTF-8.
     """
     try:
         return read_bytes(path, most=most).decode("utf-8-sig")
@@ -105,10 +102,10 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
 
 
 def read_lines(path: Path, *, most: int = MOST_BYTES, allows_zeros: bool = False) -> Iterator[str]:
-    """Yields the lines of a UTF-8 file, with line ends. Invalid bytes become U+FFFD.
+    """Yields the lines of a UTF-8 file, with line ends.
 
-    Raises ValueError, one line, if the file cannot be read, a line has more than `most` characters, or a line
-    contains a zero byte.
+    A file that ends in .gz is decompressed. Invalid bytes become U+FFFD. Raises ValueError if the file
+    cannot be read, if a line has more than `most` characters, or if a line contains a zero byte.
 
     allows_zeros: If True, zero bytes are not an error. A power loss can leave them in a log.
     """
@@ -126,9 +123,10 @@ def read_lines(path: Path, *, most: int = MOST_BYTES, allows_zeros: bool = False
 
 
 def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
-    """Returns the value in a JSON file.
+    """Returns the value in a JSON file. A file that ends in .gz is decompressed.
 
-    Raises ValueError, one line, if the file cannot be read, has more than `most` bytes, or is not valid JSON.
+    Raises ValueError if the file cannot be read, has more than `most` bytes, or is not valid JSON
+    (`parse_json`).
     """
     return parse_json(read_bytes(path, most=most), where=str(path))
 
@@ -137,7 +135,7 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
     """Parses JSON from a text, or from UTF-8 bytes.
 
     Raises ValueError if it is not valid JSON, repeats a key, has more than 40 nested levels, or contains an
-    integer of more than 64 bits.
+    integer beyond 2^64.
 
     where: Name of the source, such as the path. The message starts with it.
     """
@@ -151,11 +149,13 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
 
 
 def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYTES) -> list[np.ndarray]:
-    """Returns the arrays `names` of a .npz file, in this order.
+    """Returns arrays of an .npz file by name. Raises ValueError if that fails.
 
-    Raises ValueError, one line, if the file cannot be read, an array is missing or pickled (that could
-    execute code), or the arrays have more than `most` bytes together. The size is checked before
+    Arrays of Python objects are refused, because loading them could execute code. The size is checked before
     decompression.
+
+    names: Names of the arrays, in the order of the result. most: Size limit of all these arrays together, in
+    bytes.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
@@ -173,8 +173,8 @@ def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYT
 def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the mapping in a YAML file.
 
-    Raises ValueError, one line, if the file cannot be read or is not a valid mapping, has aliases or repeated
-    keys, or has more than 40 nested levels.
+    Raises ValueError if the file cannot be read, is not a valid mapping, has aliases or repeated keys, or
+    has more than 40 nested levels.
     """
     text = read_text(path)
     try:
@@ -189,9 +189,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    r"""Returns a text that is safe to print on a terminal.
+    r"""Replaces characters that are unsafe to print on a terminal by escapes such as \x1b.
 
-    Control characters except tab and newline become escapes such as \x1b.
+    These are all characters for which str.isprintable() is False, except tab and newline.
     """
     if text.isprintable():
         return text
@@ -202,8 +202,7 @@ def printable(text: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader. It also refuses aliases and repeated keys."""
-
+    # It also refuses aliases and repeated keys.
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases (*name) are not supported")

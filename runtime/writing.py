@@ -21,10 +21,10 @@ _ENDING = ".unfinished"
 
 @contextlib.contextmanager
 def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Context manager that opens a temporary file for writing.
+    """Context manager that opens a temporary file, which replaces `path` at the end.
 
-    At the end of the block, the file replaces `path` atomically, after its content is on disk (fsync). If the
-    block raises, `path` is unchanged. Raises OSError if the file cannot be written.
+    The replacement is atomic, and happens after the content is on disk (fsync). If the block raises an
+    exception, `path` is unchanged. Raises OSError if the file cannot be written.
 
     mode: "w" (text, UTF-8) or "wb" (bytes).
     """
@@ -42,13 +42,13 @@ def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text to a file atomically. Raises OSError."""
+    """Writes a text to a file atomically. Raises OSError if that fails."""
     with replace_file(path) as file:
         file.write(text)
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
-    """Writes a value as a JSON file, atomically. Raises OSError.
+    """Writes a value to a JSON file atomically. Raises OSError if that fails.
 
     indent: Indentation in spaces. If None, the file is one line.
     """
@@ -57,15 +57,17 @@ def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
 
 
 def to_yaml(value: Any, **options: Any) -> str:
-    """Returns a value as YAML text. Keys keep their order.
+    """Returns a value as YAML text, without aliases, because `runtime.reading` refuses them.
 
-    It has no aliases, because `runtime.reading` refuses them. options: Options of yaml.dump.
+    Keys keep their order.
+
+    options: Options of yaml.dump.
     """
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
 
 def open_to_append(path: Path) -> IO[bytes]:
-    """Opens a file to append bytes without a buffer. Creates it if it does not exist.
+    """Opens a file to append bytes without a buffer. Creates it if necessary.
 
     Raises OSError if the path is a symbolic link.
     """
@@ -73,7 +75,10 @@ def open_to_append(path: Path) -> IO[bytes]:
 
 
 def flush(path: Path) -> None:
-    """Calls fsync on a file or a folder, so that a power loss cannot undo earlier writes. Raises OSError."""
+    """Calls fsync on a file or a folder, so that its content survives a power loss.
+
+    Raises OSError if that fails.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -87,7 +92,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def remove_unfinished_files(folder: Path) -> None:
-    """Removes the temporary files that killed processes left in a folder.
+    """Removes the temporary files of `replace_file` that killed processes left in a folder.
 
     No other process may be writing into the folder.
     """
@@ -110,7 +115,7 @@ def prepare_streams() -> None:
 
 
 def check_working_folder() -> None:
-    """Raises ValueError if the working folder was removed. Without it, torch's libraries cannot be loaded."""
+    """Raises ValueError if the working directory was removed. torch could not be imported then."""
     try:
         os.getcwd()
     except OSError as error:
@@ -119,9 +124,9 @@ def check_working_folder() -> None:
 
 
 class Patient:
-    """Wraps an output stream, so that a closed reader causes no error. Example: `program | head`.
+    """Wraps an output stream, so that a closed reader causes no error.
 
-    After the reader has closed the stream, output is discarded.
+    Example: `program | head`. After the reader has closed the stream, output is discarded.
     """
 
     def __init__(self, stream: TextIO):

@@ -13,7 +13,7 @@ from dataset.files import load_metadata, open_dataset
 from dataset.loader import Batch
 from dataset.metadata import Metadata
 from dataset.mixture import fingerprint_of
-from distributed.process_group import rank
+from distributed.world import rank
 from models.carry import Carry
 from optimizers.learning_rate import learning_rates
 from tests.tiny import FACTS, tiny_arch, tiny_config

@@ -172,8 +172,8 @@ def _in_environment(environment: dict[str, str], target: Callable, arguments: tu
 
 
 def _call(function: Callable, arguments: tuple, path: Path) -> None:
+    from distributed.backend import process_group
     from distributed.collectives import barrier
-    from distributed.process_group import process_group
 
     try:
         with process_group(torch.device("cpu")):

@@ -15,7 +15,7 @@ from dataset.loader import PuzzleDataset
 from dataset.metadata import IGNORE_LABEL_ID
 from dataset.plan import Stage, TrainPlan
 from dataset.sets import PuzzleSet
-from distributed.process_group import rank
+from distributed.world import rank
 from models.carry import Carry, StepOutput
 from models.lattice import is_lost, is_right, leaves, with_target
 from models.ldt import LDTPrediction

@@ -9,7 +9,7 @@ import pytest
 
 from dataset.kinds.arc.evaluator import PASSES
 from dataset.mixture import open_datasets
-from distributed.process_group import is_main
+from distributed.world import is_main
 from evaluation.evaluators import Evaluators
 from tests.answers import add_in_batches, answers, metrics_of
 from tests.arc_set import (

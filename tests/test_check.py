@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.backend import choose_backend
 from distributed.number_format import choose_format, instruction_set
-from distributed.process_group import choose_backend
 from distributed.watchdog import EXIT_HANG
 from launch import check, links, rates
 from launch.links import listen_like_gloo, pairs_to_measure

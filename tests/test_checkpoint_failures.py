@@ -15,7 +15,7 @@ import torch
 import checkpointing.writer
 import training.checkpoints
 from checkpointing.files import checkpoints_in, newest_checkpoint, step_of, verify_checkpoint
-from distributed.process_group import rank
+from distributed.world import rank
 from tests.checkpoints import (
     assert_equal,
     checkpoint_names,

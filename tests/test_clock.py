@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import training.clock
-from distributed.process_group import is_main, rank
+from distributed.world import is_main, rank
 from tests.ranks import call_each, complete_program, run_ranks
 from tests.tiny import OVERRIDES
 from training.clock import StepClock, Stragglers, gather_timing, traced_steps

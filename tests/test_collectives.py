@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distributed.collectives import broadcast_difference, checksum
-from distributed.process_group import rank
+from distributed.world import rank
 from tests.ranks import run_program, run_ranks
 from tests.tiny import OVERRIDES
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from distributed.process_group import rank
+from distributed.world import rank
 from evaluation import compilation
 from evaluation.loop import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, find_compiler_failure, should_compile

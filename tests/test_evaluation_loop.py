@@ -10,7 +10,7 @@ from dataset.files import open_dataset
 from dataset.loader import read_rows
 from distributed.mesh import Mesh, sizes_of
 from distributed.pipeline import Ring, keep_stage, pipe_levels
-from distributed.process_group import world_size
+from distributed.world import world_size
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.trace import record_trace
 from models import HaltingModel

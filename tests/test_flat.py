@@ -10,8 +10,8 @@ from torch import nn
 
 from distributed.collectives import Ranks, all_ranks
 from distributed.flat import FlatParameters
-from distributed.process_group import rank, world_size
 from distributed.sync import GradientSync, build_gradient_sync
+from distributed.world import rank, world_size
 from tests.float64 import relative_difference
 from tests.ranks import call_each, run_ranks
 

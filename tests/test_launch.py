@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from config.schema import PretrainConfig
-from distributed import launch, process_group
-from distributed.process_group import local_rank, local_world_size, num_nodes, rank
+from distributed import launch, world
+from distributed.world import local_rank, local_world_size, num_nodes, rank
 from tests.ranks import REPOSITORY, run_program, run_ranks
 
 # ---------------------------------------------------------------------------------------------- at the start
@@ -173,8 +173,8 @@ def test_nodes_and_local_ranks_are_counted_where_no_torchrun_says_them():
 def test_a_launcher_without_torchrun_is_right_or_one_line(monkeypatch, capsys, environment, line):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(process_group, "_NAME_SECONDS", 0)
-    process_group._rendezvous_store.cache_clear()
+    monkeypatch.setattr(world, "_NAME_SECONDS", 0)
+    world._rendezvous_store.cache_clear()
     with socket.create_server(("", 0)) as taken:
         for name, value in environment.items():
             monkeypatch.setenv(name, value.replace("taken", str(taken.getsockname()[1])))
@@ -199,7 +199,7 @@ def test_srun_says_which_rank_a_process_is(monkeypatch, tmp_path, given):
         monkeypatch.delenv(name)
     for name, value in (step | given).items():
         monkeypatch.setenv(name, value)
-    process_group.read_launcher()
+    world.read_launcher()
     assert {name: os.environ[name] for name in expected} == expected
 
 

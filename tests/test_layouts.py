@@ -17,8 +17,8 @@ from checkpointing.writer import local_part, save_section
 from config.schema import PretrainConfig
 from distributed.collectives import barrier, broadcast_difference
 from distributed.errors import lost_connection
-from distributed.process_group import rank
 from distributed.shards import Shard, tensor_of
+from distributed.world import rank
 from tests.checkpoints import FINGERPRINT, assert_equal, begin_training, do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import complete_program, run_ranks

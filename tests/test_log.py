@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from distributed import log
-from distributed.process_group import rank
+from distributed.world import rank
 from tests.ranks import REPOSITORY, Finished, run_program, run_ranks
 from tests.tiny import OVERRIDES
 

@@ -14,7 +14,7 @@ from dataset.description import with_candidates
 from dataset.files import open_dataset
 from dataset.loader import Batch
 from dataset.metadata import Dataset
-from distributed.process_group import rank
+from distributed.world import rank
 from evaluation.loop import Race, answer_batches
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import Settings

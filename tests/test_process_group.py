@@ -14,16 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distributed.backend import choose_backend, choose_device, process_group, set_cpu_threads
 from distributed.errors import collective_errors, connection_errors, local_errors
-from distributed.process_group import (
-    choose_backend,
-    choose_device,
-    is_elastic,
-    process_group,
-    rank,
-    set_cpu_threads,
-    value_of_launch,
-)
+from distributed.world import is_elastic, rank, value_of_launch
 from tests.ranks import REPOSITORY, call_each, run_ranks
 from training.run_config import draw_name
 
@@ -197,7 +190,7 @@ def test_a_closed_group_leaves_no_thread_behind():
         import torch
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
-        from distributed.process_group import close_group, open_group
+        from distributed.backend import close_group, open_group
 
         gc.disable()
 

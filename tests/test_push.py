@@ -23,7 +23,7 @@ from checkpointing.tensors import load_joined
 from config.files import FOLDER
 from dataset.build import build_dataset
 from dataset.mixture import open_datasets
-from distributed.process_group import rank
+from distributed.world import rank
 from share import keep
 from share.push import main as push
 from tests.golden import GOLDEN

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distributed.collectives import all_ranks
-from distributed.process_group import rank, world_size
+from distributed.world import rank, world_size
 from models.puzzle_embedding import PuzzleEmbedding
 from optimizers import puzzle_table
 from optimizers.puzzle_table import (

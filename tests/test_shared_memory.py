@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from distributed import shared_memory
 from distributed.collectives import all_ranks, barrier
-from distributed.process_group import rank, world_size
 from distributed.shared_memory import SharedTensors, open_shared_tensors
+from distributed.world import rank, world_size
 from tests.ranks import call_each, run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux alone")

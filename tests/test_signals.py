@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.process_group import rank
 from distributed.signals import SIGNALS, Interruption, stop_signals
+from distributed.world import rank
 from tests.ranks import REPOSITORY, complete_program, run_ranks, send_signal
 from tests.tiny import OVERRIDES, logged_rows
 from tests.waiting import read, wait_for

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from distributed.process_group import rank
+from distributed.world import rank
 from optimizers.learning_rate import learning_rates
 from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64, relative_difference

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.process_group import rank
+from distributed.world import rank
 from models.hrm import HRM
 from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64

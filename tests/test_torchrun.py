@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.process_group import rank
+from distributed.world import rank
 from tests.ranks import complete_program, run_program, run_ranks
 from tests.tiny import OVERRIDES, run_of, tiny_config
 

@@ -21,10 +21,11 @@ from torch.distributed import TCPStore
 
 from distributed import log
 from distributed import watchdog as watchdog_module
+from distributed.backend import process_group
 from distributed.collectives import barrier
 from distributed.failure_record import FailureRecord
-from distributed.process_group import process_group, rank, rendezvous_store
 from distributed.watchdog import EXIT_HANG, Watchdog
+from distributed.world import rank, rendezvous_store
 from tests.ranks import _in_environment, _server
 from tests.waiting import read, wait_for
 

@@ -8,7 +8,7 @@ from checkpointing.files import BEST_STEP, SELECTED_BY
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.collectives import broadcast_object
-from distributed.process_group import is_main
+from distributed.world import is_main
 from evaluation.metric_tables import is_count, metrics_by_set
 
 _PASSES = ("eval", "eval_raw", "validation")

@@ -51,7 +51,7 @@ from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, lost_connection
 from distributed.launch import check_folder_is_shared
-from distributed.process_group import is_main, world_size
+from distributed.world import is_main, world_size
 from runtime.metrics_file import cut_back_rows
 from runtime.writing import write_text
 from training.best import BestStep

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from distributed import log
 from distributed.collectives import all_ranks
-from distributed.process_group import is_main, rank
+from distributed.world import is_main, rank
 from runtime.writing import write_text
 
 WAITS = ("data_wait", "sync")  # waits within a step: for the batch, and for the other ranks

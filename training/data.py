@@ -22,7 +22,7 @@ from distributed import log
 from distributed.collectives import Ranks, broadcast_object
 from distributed.errors import collective_errors
 from distributed.launch import check_same_data
-from distributed.process_group import is_main, local_rank
+from distributed.world import is_main, local_rank
 from evaluation.evaluators import Evaluators
 from evaluation.known import check_same_rows, has_rows_to_match
 from evaluation.leaks import Leaks

@@ -17,7 +17,7 @@ from config.schema import PretrainConfig
 from dataset.description import with_candidates
 from dataset.metadata import USUAL_SIZES, usual_metadata
 from dataset.mixture import open_datasets
-from distributed.process_group import device_type
+from distributed.backend import device_type
 from models import HaltingModel, build_model
 from models.blocks import block_weights
 from models.carry import Reasoning

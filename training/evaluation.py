@@ -8,8 +8,8 @@ from typing import Any
 
 from config.schema import PretrainConfig
 from distributed.errors import collective_errors
-from distributed.process_group import is_main
 from distributed.signals import Interruption
+from distributed.world import is_main
 from evaluation.metric_tables import metrics_by_set
 from evaluation.passes import evaluate_split
 from evaluation.results import write_outputs

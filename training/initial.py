@@ -17,8 +17,8 @@ from dataset.equal import Trained, read_trained
 from dataset.metadata import Dataset
 from distributed import log
 from distributed.errors import collective_errors
-from distributed.process_group import is_main
 from distributed.shards import Shard, Tensors
+from distributed.world import is_main
 from evaluation.known import find_match
 from evaluation.leaks import find_trained
 from evaluation.metric_tables import is_number

@@ -5,7 +5,7 @@ import functools
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.mesh import Mesh, describe_position, sizes_of
-from distributed.process_group import is_elastic, world_size
+from distributed.world import is_elastic, world_size
 
 
 def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ from config.schema import PretrainConfig
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.launch import Program
-from distributed.process_group import is_main, rank, world_size
+from distributed.world import is_main, rank, world_size
 from optimizers.learning_rate import peak_learning_rates
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock, gather_timing, traced_steps

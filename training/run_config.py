@@ -19,15 +19,9 @@ from config.files import fill_defaults, flatten, format_of
 from config.messages import check_data_folders
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from distributed import log
+from distributed.backend import choose_device
 from distributed.number_format import Choice, choose_format
-from distributed.process_group import (
-    agent_serves_store,
-    choose_device,
-    is_under_torchrun,
-    may_restart,
-    value_of_launch,
-    world_size,
-)
+from distributed.world import agent_serves_store, is_under_torchrun, may_restart, value_of_launch, world_size
 from runtime.reading import read_yaml
 from training import dry_run
 from training.initial import overrides_of_arch

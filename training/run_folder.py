@@ -25,8 +25,8 @@ from config.schema import PretrainConfig
 from dataset.identities import identities_of
 from dataset.metadata import Dataset
 from distributed import log
-from distributed.process_group import is_main, is_under_torchrun, local_world_size, world_size
 from distributed.processor import describe_processor
+from distributed.world import is_main, is_under_torchrun, local_world_size, world_size
 from evaluation.known import has_rows_to_match
 from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files

@@ -19,8 +19,8 @@ from distributed import log
 from distributed.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
 from distributed.errors import abort_all, collective_errors
 from distributed.mesh import Mesh
-from distributed.process_group import num_nodes
 from distributed.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
+from distributed.world import num_nodes
 from models import HaltingModel
 from models.blocks import block_weights
 from models.carry import Carry

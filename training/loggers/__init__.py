@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from config.schema import PretrainConfig
 from distributed import log
-from distributed.process_group import is_main
+from distributed.world import is_main
 from runtime.metrics_file import MetricsFile
 from runtime.plugins import defined
 from training.code import git_commit

@@ -1,0 +1,192 @@
+"""Device, communication backend, process group and CPU threads of this process."""
+
+from runtime.environment import num_cores
+
+import contextlib
+import gc
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed.world import (
+    is_under_torchrun,
+    local_rank,
+    local_world_size,
+    rank,
+    rendezvous_store,
+    world_size,
+)
+
+# While one rank evaluates or saves, the others wait in a collective. By default, torch ends a collective
+# after 10 minutes (NCCL) or 30 minutes (gloo). Here the watchdog ends hung ranks instead, because it knows
+# what each rank is doing.
+_GROUP_TIMEOUT = timedelta(days=1)
+
+
+@contextlib.contextmanager
+def process_group(
+    device: torch.device, backend: str = "auto", *, timeout: timedelta = _GROUP_TIMEOUT
+) -> Iterator[None]:
+    """Context manager that initializes torch.distributed for all ranks, and destroys it at the end.
+
+    All ranks enter it. With only one rank, it does nothing.
+
+    device: Device of this rank. backend: Value of the config key `backend`: "auto", "nccl" or "gloo".
+    timeout: Time limit of each collective.
+    """
+    if world_size() == 1:
+        yield
+        return
+    options = {"store": dist.PrefixStore("group", rendezvous_store()), "timeout": timeout}
+    open_group(choose_backend(backend, device), **options, rank=rank(), world_size=world_size())
+    try:
+        yield
+    finally:
+        close_group()
+
+
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns a list with the value of every rank.
+
+    All ranks of the group call it. The values are pickled. If torch.distributed is not initialized, returns
+    [value].
+
+    group: Process group that takes part. If None, all ranks.
+    """
+    if not dist.is_initialized():
+        return [value]
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def open_group(backend: str, **options: object) -> None:
+    # If threads of gloo still run while Python exits, they sometimes abort the process. `close_group` ends
+    # them, if no reference to the group is left. The functions of torch.distributed.nn would keep one,
+    # because their default arguments are evaluated when they are imported. So import them before the group
+    # exists.
+    import torch.distributed.nn.functional  # noqa: F401
+
+    dist.init_process_group(backend, **options)
+
+
+def close_group() -> None:
+    # DistributedDataParallel is a reference cycle that holds the group. If the garbage collector destroyed
+    # the group later, it would wait for gloo's threads while it holds Python's lock. The threads may need the
+    # lock: a deadlock.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def choose_backend(name: str, device: torch.device) -> str:
+    """Returns the backend for init_process_group: "gloo", "cpu:gloo,cuda:nccl" or "cpu:gloo,cuda:gloo".
+
+    Raises ValueError if torch or the device does not support the backend. Also raises ValueError if the
+    environment variable GLOO_SOCKET_IFNAME names a network interface that does not exist.
+
+    name: Value of the config key `backend`: "auto", "nccl" or "gloo". device: Device of this rank.
+    """
+    is_cuda = device.type == "cuda"
+    if name == "auto":
+        name = "nccl" if is_cuda and has_backend("nccl") else "gloo"
+    if name == "nccl" and not is_cuda:
+        raise ValueError(
+            f"backend=nccl needs device=cuda, but device={device.type}. Set device=cuda or backend=gloo."
+        )
+    if name == "nccl" and not has_backend("nccl"):
+        raise ValueError(
+            "backend=nccl, but this torch was built without NCCL. Install a CUDA build of torch for Linux, "
+            "or set backend=gloo."
+        )
+    if world_size() > 1 and not has_backend("gloo"):
+        raise ValueError(
+            f"{world_size()} processes, but this torch was built without gloo. Install torch from PyPI or "
+            "pytorch.org, or use one process."
+        )
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for interface in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") * (world_size() > 1)):
+        if interface not in interfaces:
+            names = ", ".join(interfaces)
+            raise ValueError(f"GLOO_SOCKET_IFNAME: no interface {interface}. Choose among {names}.")
+    return f"cpu:gloo,cuda:{name}" if is_cuda else "gloo"
+
+
+def has_backend(name: str) -> bool:
+    return dist.is_available() and getattr(dist, f"is_{name}_available")()
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device of this process, and calls torch.cuda.set_device if it is a GPU.
+
+    With CUDA, each process of a machine gets its own GPU. Raises ValueError if the device does not exist, if
+    there are more processes than GPUs, or if several processes would use mps.
+
+    name: Value of the config key `device`: "cuda", "mps", "cpu" or "auto". "auto" selects CUDA if there is a
+    GPU, otherwise mps for a single process, otherwise cpu.
+    """
+    name = device_type(name)
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device=cuda, but torch finds no CUDA device. Set device=cpu or device=auto.")
+        if local_world_size() > torch.cuda.device_count():
+            raise ValueError(
+                f"{local_world_size()} processes on this node, but {torch.cuda.device_count()} CUDA devices. "
+                "Lower --nproc-per-node, or set device=cpu."
+            )
+        torch.cuda.set_device(local_rank())
+        return torch.device("cuda", local_rank())
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            raise ValueError("device=mps, but torch finds no Apple GPU. Set device=cpu or device=auto.")
+        if world_size() > 1:
+            raise ValueError("device=mps supports only one process. Run without torchrun, or set device=cpu.")
+    return torch.device(name)
+
+
+def device_type(name: str) -> str:
+    """Returns the device type that a value of the config key `device` means on this machine.
+
+    The result is "cuda", "mps" or "cpu". Does not check that the device exists, unless name is "auto".
+    """
+    if name != "auto":
+        return name
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() and world_size() == 1 else "cpu"
+
+
+def use_deterministic_algorithms() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def set_cpu_threads(threads: int | str) -> int:
+    """Calls torch.set_num_threads, and returns the number of threads.
+
+    threads: Number of threads, or "auto". "auto" means the user's OMP_NUM_THREADS. If it is not set, "auto"
+    means the number of cores divided by the number of processes on this machine.
+    """
+    if threads == "auto":
+        threads = omp_threads_of_the_user() or max(1, num_cores() // local_world_size())
+    torch.set_num_threads(int(threads))
+    return int(threads)
+
+
+def omp_threads_of_the_user() -> int | None:
+    # torchrun sets OMP_NUM_THREADS=1 if the user has not set it.
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen == "1" and is_under_torchrun():
+        try:
+            environment = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        except OSError:  # no /proc: assume that torchrun set the 1
+            return None
+        if not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in environment):
+            return None
+    return int(chosen) if chosen.isdigit() and int(chosen) > 0 else None
