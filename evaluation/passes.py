@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataset.format import IGNORE_LABEL_ID, Dataset
-from dataset.kinds.kind import Answers
+from dataset.kinds.evaluator import Answers
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan
 from distributed.collectives import ALONE, Ranks, RankSums, all_ranks, gather_objects

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dataset.format import Metadata, usual_metadata
-from dataset.kinds.kind import Answers, Evaluator
+from dataset.kinds.evaluator import Answers, Evaluator
 from distributed.process_group import rank, world_size
 from evaluation.evaluators import Evaluators
 

@@ -1,4 +1,6 @@
-"""The interface of a kind of puzzle: how puzzles are read, checked, drawn and generated.
+"""The interface of a kind of puzzle: how puzzles are read, drawn and generated.
+
+dataset/kinds/evaluator.py contains the interface of its evaluator.
 
 A new kind is a package in this folder, or a plugin, that defines `KIND`. No other file lists it. Its builder
 is the module `build` in the package (dataset/build/__init__.py describes the interface). If the kind needs a
@@ -12,20 +14,19 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar
 
 import numpy as np
 
 import dataset.kinds
-from dataset.format import IGNORE_LABEL_ID, Metadata, Split
+from dataset.format import Metadata, Split
+from dataset.kinds.evaluator import Evaluator
 from dataset.sets import PuzzleSet
 from runtime.plugins import defined
-from runtime.writing import write_json
 
 FAINT = "2"  # the ANSI code of cells that a reader may ignore
-SUBMISSION_FILE, TASKS_FILE = "submission.json", "tasks.json"
 _MAX_COLUMNS = 32
+_NO_KINDS = ("evaluator", "kind")  # modules in this folder that define no kind
 
 # (inputs, answers), tokens [n, seq_len] each -> whether the rules of the puzzle accept each answer, bool [n].
 Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -188,159 +189,6 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
     return [Puzzle(np.array([token_of[cell] for cell in cells], np.int32), vocab_size)]
 
 
-class Answers(NamedTuple):
-    """A model's answers to one batch of n examples, without padding. n may be 0.
-
-    Attributes:
-        inputs: int32 [n, seq_len].
-        labels: int32 [n, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
-        puzzle_identifiers: int32 [n], number of each example's puzzle embedding.
-        preds: uint8 or int32 [n, seq_len], the most probable token of each cell.
-        q_halt: float32 [n], logit of the predicted probability that the answer is right.
-        is_decided: bool [n]. False if a search model (LDT) found no answer. If None, all are decided.
-        num_samples: Number of answers to each example. They are next to each other.
-    """
-
-    inputs: np.ndarray
-    labels: np.ndarray
-    puzzle_identifiers: np.ndarray
-    preds: np.ndarray
-    q_halt: np.ndarray
-    is_decided: np.ndarray | None = None
-    num_samples: int = 1
-
-
-class Evaluator(Protocol):
-    """The interface of an evaluator: it computes the metrics of one kind of puzzle on a dataset folder."""
-
-    samples_vote: bool
-    """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one.
-
-    If True, all samples of a search model (LDT) run to their end.
-    """
-
-    only_answered: bool
-    """Whether only examples that `add` got count. If False, a missing answer may count as wrong."""
-
-    def add(self, set_name: str, answers: Answers) -> None:
-        """Adds the model's answers to one batch of the set `set_name`."""
-
-    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Checks by the rules of the puzzle whether answers are valid, without labels: bool [n].
-
-        Returns None if the kind of puzzle has no rules. inputs, preds: Tokens, [n, seq_len].
-        """
-
-    def partial(self) -> Any:
-        """Returns what this rank has counted. It is pickled and sent to rank 0, for `metrics`."""
-
-    def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
-        """Computes the metrics on rank 0. Returns {set: {"<kind>/<metric>": value}}.
-
-        Accuracies are fractions of `<kind>/count` examples. A set without data is left out. partials: Result
-        of `partial` of every rank.
-        """
-
-    def write(self, folder: Path) -> None:
-        """Writes the evaluator's files, if it has any, into the folder. Called after `metrics`, on rank 0."""
-
-
-class RowEvaluator:
-    """An evaluator that checks the answer to each example on its own, and counts how many are right.
-
-    An answer passes the check `exact` if all scored cells are right. A kind of puzzle adds other checks, such
-    as `valid`. Examples without labels do not count.
-    """
-
-    samples_vote, only_answered = False, True
-
-    def __init__(
-        self,
-        kind: str,
-        check: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]],
-        *,
-        tasks: Sequence[str] = (),
-    ):
-        """Starts with no examples.
-
-        Args:
-            kind: Name of the kind of puzzle. Metrics are named `<kind>/<check>_accuracy`.
-            check: Function (inputs, preds), tokens [n, seq_len] -> {check: whether each answer passes, bool
-                [n]}. The check `valid` means that an answer obeys the rules.
-            tasks: Name of the task behind each puzzle identifier. If given, `write` writes the accuracy of
-                each task.
-        """
-        self._kind, self._check, self._tasks = kind, check, tasks
-        # {(set, check): number of examples of each task that pass}, of this rank and of all ranks. All
-        # examples pass the check "count".
-        self._passed: dict[tuple[str, str], np.ndarray] = {}
-        self._total: dict[tuple[str, str], np.ndarray] = {}
-
-    def add(self, set_name: str, answers: Answers) -> None:
-        counts = answers.labels != IGNORE_LABEL_ID
-        is_exact = ((answers.preds == answers.labels) | ~counts).all(axis=1)
-        checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds), "count": True}
-        tasks = answers.puzzle_identifiers if self._tasks else np.zeros_like(answers.puzzle_identifiers)
-        has_label, num_tasks = counts.any(axis=1), max(len(self._tasks), 1)
-        for check, is_passed in checks.items():
-            passed = np.bincount(tasks[has_label & is_passed], minlength=num_tasks)
-            self._passed[set_name, check] = self._passed.get((set_name, check), 0) + passed
-
-    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        return self._check(inputs, preds).get("valid")
-
-    def partial(self) -> dict[tuple[str, str], np.ndarray]:
-        return self._passed
-
-    def metrics(self, partials: Sequence[dict[tuple[str, str], np.ndarray]]) -> dict[str, dict[str, float]]:
-        self._total = {}
-        for part in partials:
-            for key, passed in part.items():
-                self._total[key] = self._total.get(key, 0) + passed
-        return {
-            set_name: {f"{self._kind}/{metric}": value for metric, value in self._shares(set_name).items()}
-            for set_name in self._sets()
-        }
-
-    def _sets(self) -> list[str]:
-        return [
-            set_name for (set_name, check), rows in self._total.items() if check == "count" and rows.any()
-        ]
-
-    def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns which fraction of a set's examples passes each check.
-
-        The result is {"<check>_accuracy": fraction, ..., "count": number of examples}. tasks: Index of one
-        task, such as an ARC task. Only its examples count. If not passed, those of all tasks.
-        """
-        of_set = {
-            check: int(rows[tasks].sum())
-            for (counted_set, check), rows in self._total.items()
-            if counted_set == set_name
-        }
-        count = of_set.pop("count")
-        return {f"{check}_accuracy": num_passed / count for check, num_passed in of_set.items()} | {
-            "count": count
-        }
-
-    def write(self, folder: Path) -> None:
-        """Writes tasks.json with the accuracy of each task, if there are several tasks.
-
-        The file is {set: {task: {"exact_accuracy": ..., "count": ...}}}.
-        """
-        if len(self._tasks) < 2:
-            return
-        tasks = {
-            set_name: {
-                self._tasks[task]: self._shares(set_name, task)
-                for task in self._total[set_name, "count"].nonzero()[0]
-            }
-            for set_name in self._sets()
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / TASKS_FILE, tasks)
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A kind of puzzle, such as Sudoku: everything that the other code needs to know about it.
@@ -391,7 +239,8 @@ def kind_names() -> list[str]:
 
     Imports none of them.
     """
-    here = [module.name for module in pkgutil.iter_modules(dataset.kinds.__path__) if module.name != "kind"]
+    modules = pkgutil.iter_modules(dataset.kinds.__path__)
+    here = [module.name for module in modules if module.name not in _NO_KINDS]
     return here + [kind.name for kind in defined("KIND") if kind.name not in here]
 
 

@@ -24,7 +24,7 @@ from dataset.format import IDENTIFIERS, Metadata, open_split
 from dataset.kinds.arc import tasks as arc
 from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_bytes
 from dataset.kinds.arc.variants import IDENTITY, parse_variant_name
-from dataset.kinds.kind import SUBMISSION_FILE, Answers
+from dataset.kinds.evaluator import SUBMISSION_FILE, Answers
 from dataset.sets import PuzzleSet
 from runtime.reading import PointerFileError, read_json
 from runtime.writing import write_json

@@ -11,7 +11,8 @@ import math
 import numpy as np
 
 from dataset.format import Metadata
-from dataset.kinds.kind import Kind, Puzzle, RowEvaluator, Style
+from dataset.kinds.evaluator import RowEvaluator
+from dataset.kinds.kind import Kind, Puzzle, Style
 from dataset.kinds.maze import rules
 
 TOKEN_OF = {character: token for token, character in enumerate(rules.CHARACTERS, rules.WALL)}

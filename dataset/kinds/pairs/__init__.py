@@ -4,7 +4,8 @@ from pathlib import Path
 
 from dataset.description import read_every_name
 from dataset.format import Metadata
-from dataset.kinds.kind import Kind, RowEvaluator
+from dataset.kinds.evaluator import RowEvaluator
+from dataset.kinds.kind import Kind
 
 
 def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from dataset.format import Metadata
-from dataset.kinds.kind import FAINT, Kind, Puzzle, RowEvaluator, Rules, Style
+from dataset.kinds.evaluator import RowEvaluator
+from dataset.kinds.kind import FAINT, Kind, Puzzle, Rules, Style
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
     Box,
