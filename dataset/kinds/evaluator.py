@@ -17,16 +17,17 @@ SUBMISSION_FILE, TASKS_FILE = "submission.json", "tasks.json"
 
 
 class Answers(NamedTuple):
-    """A model's answers to one batch of n examples, without padding. n may be 0.
+    """The answers of a model to one batch of examples, without padding.
 
     Attributes:
-        inputs: int32 [n, seq_len].
+        inputs: int32 [n, seq_len]. n may be 0.
         labels: int32 [n, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
-        puzzle_identifiers: int32 [n], number of each example's puzzle embedding.
-        preds: uint8 or int32 [n, seq_len], the most probable token of each cell.
-        q_halt: float32 [n], logit of the predicted probability that the answer is right.
-        is_decided: bool [n]. False if a search model (LDT) found no answer. If None, all are decided.
-        num_samples: Number of answers to each example. They are next to each other.
+        puzzle_identifiers: Index of each example's puzzle embedding, int32 [n].
+        preds: Most probable token of each cell, uint8 or int32 [n, seq_len].
+        q_halt: Logit of the predicted probability that the answer is right, float32 [n].
+        is_decided: bool [n]. False where a search model (LDT) found no answer. None if the model always
+            answers.
+        num_samples: Number of answers to each example. The answers to one example are next to each other.
     """
 
     inputs: np.ndarray
@@ -39,7 +40,7 @@ class Answers(NamedTuple):
 
 
 class Evaluator(Protocol):
-    """The interface of an evaluator: it computes the metrics of one kind of puzzle on a dataset folder."""
+    """Computes the metrics of one kind of puzzle on a dataset folder."""
 
     samples_vote: bool
     """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one.
@@ -51,33 +52,34 @@ class Evaluator(Protocol):
     """Whether only examples that `add` got count. If False, a missing answer may count as wrong."""
 
     def add(self, set_name: str, answers: Answers) -> None:
-        """Adds the model's answers to one batch of the set `set_name`."""
+        """Adds the model's answers to one batch of examples of the test set `set_name`."""
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Checks by the rules of the puzzle whether answers are valid, without labels: bool [n].
+        """Returns whether answers obey the rules of the puzzle: bool [n]. Labels are not used.
 
-        Returns None if the kind of puzzle has no rules. inputs, preds: Tokens, [n, seq_len].
+        Returns None if the kind of puzzle has no rules. inputs, preds: Inputs and answers, tokens [n,
+        seq_len].
         """
 
     def partial(self) -> Any:
-        """Returns what this rank has counted. It is pickled and sent to rank 0, for `metrics`."""
+        """Returns the counts of this process. They are pickled and sent to rank 0."""
 
     def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
-        """Computes the metrics on rank 0. Returns {set: {"<kind>/<metric>": value}}.
+        """Computes the metrics from the counts of all processes. Called on rank 0.
 
-        Accuracies are fractions of `<kind>/count` examples. A set without data is left out. partials: Result
-        of `partial` of every rank.
+        Returns {set: {metric: value}}, for example {"all": {"sudoku/exact_accuracy": 0.91, "sudoku/count":
+        1000}}. A test set without data is left out. partials: Result of `partial` of every rank.
         """
 
     def write(self, folder: Path) -> None:
-        """Writes the evaluator's files, if it has any, into the folder. Called after `metrics`, on rank 0."""
+        """Writes the evaluator's files, if any, into a folder. Called on rank 0 after `metrics`."""
 
 
 class RowEvaluator:
-    """An evaluator that checks the answer to each example on its own, and counts how many are right.
+    """Computes the fraction of right answers, if each answer can be checked on its own.
 
-    An answer passes the check `exact` if all scored cells are right. A kind of puzzle adds other checks, such
-    as `valid`. Examples without labels do not count.
+    An answer passes the check `exact` if all scored cells are right. The function `check` adds other checks,
+    such as `valid`. Examples without labels do not count.
     """
 
     samples_vote, only_answered = False, True
@@ -92,10 +94,10 @@ class RowEvaluator:
         """Starts with no examples.
 
         Args:
-            kind: Name of the kind of puzzle. Metrics are named `<kind>/<check>_accuracy`.
-            check: Function (inputs, preds), tokens [n, seq_len] -> {check: whether each answer passes, bool
-                [n]}. The check `valid` means that an answer obeys the rules.
-            tasks: Name of the task behind each puzzle identifier. If given, `write` writes the accuracy of
+            kind: Name of the kind of puzzle. The metrics are `<kind>/<check>_accuracy` and `<kind>/count`.
+            check: Function (inputs, preds) -> {check: whether each answer passes, bool [n]}. Both arguments
+                are tokens, [n, seq_len]. The check `valid` means that an answer obeys the rules.
+            tasks: Task name of each puzzle identifier. With several names, `write` writes the accuracy of
                 each task.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
@@ -136,10 +138,9 @@ class RowEvaluator:
         ]
 
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns which fraction of a set's examples passes each check.
+        """Returns {"<check>_accuracy": fraction of a set's examples that pass, ..., "count": their number}.
 
-        The result is {"<check>_accuracy": fraction, ..., "count": number of examples}. tasks: Index of one
-        task, such as an ARC task. Only its examples count. If not passed, those of all tasks.
+        tasks: Index of one task, to count only its examples.
         """
         of_set = {
             check: int(rows[tasks].sum())
@@ -152,9 +153,9 @@ class RowEvaluator:
         }
 
     def write(self, folder: Path) -> None:
-        """Writes tasks.json with the accuracy of each task, if there are several tasks.
+        """Writes the accuracy of each task to tasks.json, if there are several tasks.
 
-        The file is {set: {task: {"exact_accuracy": ..., "count": ...}}}.
+        The content is {set: {task: {"exact_accuracy": 0.5, "count": 20}}}.
         """
         if len(self._tasks) < 2:
             return

@@ -34,21 +34,21 @@ Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How the grids of a kind of puzzle are drawn, in a terminal and on a page.
+    """Describes how grids are drawn in terminals, pictures and HTML pages.
 
     Attributes:
         symbols: Text of each token. A token beyond the last one is shown as its number.
-        ansi: {token: ANSI codes}.
-        colors: {token: #rrggbb}, the background of a cell on a page.
-        regions: {number of cells: number of each cell's region, row by row}. Pages and pictures draw heavier
+        ansi: {token: ANSI color codes for a terminal}.
+        colors: {token: background color of a cell as #rrggbb}, for pictures and HTML pages.
+        regions: {number of cells: number of each cell's region, row by row}. Pages and pictures draw thicker
             lines between regions, such as the boxes of a Sudoku. A terminal has lines only if some region is
             not a rectangle.
-        gap: Text between the cells of a row. In a terminal, a row with lines between regions ignores it.
+        gap: Text between the cells of a row in a terminal. It is not used in a row with lines between
+            regions.
         marks_new: Whether cells of the answer that differ from the puzzle are green.
-        first_of_field: Lowest token of a cell, if grids are smaller than the token array (ARC). The token
-            below it marks the end of a grid, and only the grid is drawn. If None, a grid fills the array.
-        num_columns: Number of columns of the token array. If None, the array is a square or, if that is not
-            possible, has up to 32 columns.
+        first_of_field: Lowest token of a cell, for kinds with grids of different sizes (ARC). The token below
+            it marks the end of a grid. If None, every grid fills the token array.
+        num_columns: Number of columns of the token array. If None, `to_grid` chooses it.
     """
 
     symbols: Sequence[str] = ()
@@ -62,7 +62,6 @@ class Style:
 
     @property
     def has_areas(self) -> bool:
-        """Whether cells are drawn as areas of color, without gaps between them."""
         return not self.gap
 
     def symbol(self, token: int) -> str:
@@ -70,7 +69,10 @@ class Style:
         return self.symbols[token] if token < len(self.symbols) else str(token)
 
     def is_blank(self, token: int) -> bool:
-        """Returns whether a cell with this token is drawn empty."""
+        """Returns whether this token means an empty cell.
+
+        This is the case if its symbol is a space or its ANSI code is `FAINT`.
+        """
         is_space = token < len(self.symbols) and not self.symbols[token].strip()
         return is_space or self.ansi.get(token) == FAINT
 
@@ -81,8 +83,8 @@ class Puzzle:
 
     Attributes:
         tokens: Input, uint8 or int32 [seq_len].
-        vocab_size: Number of tokens in datasets of such puzzles.
-        rules: Function that checks answers by the rules. None if the kind of puzzle has no rules.
+        vocab_size: Number of different tokens in datasets of such puzzles.
+        rules: Function that checks whether answers obey the rules. None if the kind of puzzle has no rules.
         solution: Tokens of the solution, [seq_len]. None if it is not known.
     """
 
@@ -96,50 +98,59 @@ class Puzzle:
     """Whether all samples run to their end, so that `distinct_answers` can collect their right answers."""
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Finds the grid in an answer, [seq_len]. Returns the indices of its cells: int64 [rows, columns]."""
+        """Returns the indices of the cells of the grid in an answer: int64 [rows, columns].
+
+        For most kinds of puzzles, the grid consists of all cells. An ARC grid may be smaller than the token
+        array. tokens: The answer, [seq_len].
+        """
         return to_grid(np.arange(len(tokens)))
 
     def is_solution(self, tokens: np.ndarray) -> bool:
-        """Returns whether an answer, tokens [seq_len], shows the same grid as the solution.
+        """Returns whether an answer shows the same grid as `solution`, which must not be None.
 
-        The solution must be known.
+        tokens: The answer, [seq_len].
         """
         cells, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns the puzzle with the number of tokens, `seq_len`, that a model expects.
+        """Returns the puzzle with its grids in token arrays of length `seq_len`.
 
-        For ARC, the grids are written into a token array of this size. Raises ValueError if a grid does not
-        fit. Other kinds return the puzzle unchanged.
+        A model expects this length. Only ARC puzzles change. Other kinds return the puzzle itself. Raises
+        ValueError if a grid does not fit.
         """
         return self
 
     def distinct_answers(self, answers: np.ndarray) -> np.ndarray:
-        """Returns the different right answers among `answers`, tokens [n, seq_len], if `has_many_answers`."""
+        """Returns the right answers among several answers, without repetitions: tokens [k, seq_len].
+
+        Only for puzzles with `has_many_answers`. answers: Tokens, [n, seq_len].
+        """
         raise NotImplementedError
 
     @property
     def remark(self) -> str | None:
-        """A remark for the user, for example that the puzzle has several solutions, or None.
+        """A message for the user, such as "this puzzle has 3 solutions", or None.
 
         Raises ValueError if the puzzle has no solution.
         """
         return None
 
     def find_identifier(self, training: Split) -> int | None:
-        """Returns the identifier of the puzzle embedding that was trained on this puzzle's demonstrations.
+        """Returns the index of the puzzle embedding for this ARC task.
 
-        Returns None if there is no such embedding. Only ARC puzzles have demonstrations. training: Training
-        split of the model.
+        This embedding was trained on the demonstrations of the task. Returns None if there is none, and for
+        all other kinds of puzzles. training: Training split of the model's dataset.
         """
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
-        """Returns `num_views` copies of an ARC puzzle's demonstrations, to train a new puzzle embedding.
+        """Returns training examples from which a model can learn an embedding for this ARC task.
 
-        The new embedding has identifier 1. Returns None if the puzzle has no demonstrations. seed: Determines
-        the random positions of the grids.
+        Returns None for all other kinds of puzzles. The embedding has index 1.
+
+        num_views: Number of copies of the examples. Each has its grids at random positions in the token
+        array. seed: Seed of the positions.
         """
         return None
 
@@ -147,8 +158,8 @@ class Puzzle:
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
     """Reshapes an array [seq_len] to [rows, columns].
 
-    If `num_columns` is None, the grid is a square if possible. If it is not possible, the number of columns
-    is the largest divisor of seq_len up to 32.
+    If `num_columns` is None, the grid is a square if possible. Otherwise the number of columns is the largest
+    divisor of seq_len up to 32.
     """
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
@@ -161,7 +172,8 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
 def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
     """Returns a copy of the smallest rectangle of a grid that contains all marked cells.
 
-    It is empty if no cell is marked. is_inside: The marks, bool [rows, columns].
+    The copy has shape [0, 0] if no cell is marked. is_inside: True for each marked cell, bool [rows,
+    columns].
     """
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
@@ -170,10 +182,10 @@ def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
 
 
 def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[Puzzle]:
-    """Converts a text of symbols to a puzzle, for any kind. Returns a list of one puzzle.
+    """Parses a puzzle that is written as symbols. Returns a list with this one puzzle.
 
-    Spaces separate the symbols. If every symbol is one character, spaces are optional. Raises ValueError for
-    an unknown symbol.
+    Example: with the symbols "_.Q", the text "Q . . ." gives the tokens [2, 1, 1, 1]. If every symbol is one
+    character, the spaces are optional. Raises ValueError for an unknown symbol.
 
     symbols: Symbol of each token. If empty, the symbol of a token is its number. vocab_size: Number of
     tokens.
@@ -191,24 +203,25 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of puzzle, such as Sudoku: everything that the other code needs to know about it.
+    """Describes a kind of puzzle, such as Sudoku, to all programs.
 
     Attributes:
-        name: Name of its module, its builder, its evaluator and its metrics.
-        mismatch: Function (metadata) -> reason why a dataset cannot be of this kind, or None.
-        build_evaluator: Function (folder, metadata) -> evaluator. It raises ValueError if the dataset cannot
-            be evaluated.
-        augmentation: Name of its augmentation in `AUGMENTATIONS`. None if it has none.
+        name: Name of the kind, such as "sudoku". Its module, builder, evaluator and metrics have the same
+            name.
+        mismatch: Function (metadata of a dataset) -> reason why the dataset cannot be of this kind, or None.
+        build_evaluator: Function (dataset folder, metadata) -> evaluator. It raises ValueError if the dataset
+            cannot be evaluated.
+        augmentation: Key in `dataset.augmentations.AUGMENTATIONS`. None if the kind has no augmentation.
         style: How its grids are drawn.
-        read_puzzles: Function (text) -> puzzles of any size. It raises ValueError, one line, for an invalid
-            puzzle. If None, texts are read as the symbols of `style`.
-        make_up: Function (metadata, count) -> new puzzles of the dataset's size: inputs and answers, tokens
-            [count, seq_len] each. None if the kind cannot generate puzzles.
-        names_symbols: Whether its datasets define their symbols (`description.Vocabulary`).
-        groups: Function (metadata) -> groups of cells in which all symbols must differ, if the kind has no
-            other rules. Pages then check answers. If None, they do not.
+        read_puzzles: Function (text) -> puzzles. It raises ValueError with a message of one line if a puzzle
+            is not valid. If None, texts are parsed with the symbols of `style`.
+        make_up: Function (metadata, count) -> (inputs, answers) of new puzzles, tokens [count, seq_len] each.
+            They have the size of the dataset's puzzles. None if the kind cannot generate puzzles.
+        names_symbols: Whether each dataset lists its own symbols (`dataset.description.Vocabulary`).
+        groups: Function (metadata) -> lists of cells in which all symbols must differ. Web pages check
+            answers with it. None if the kind has other rules.
         title: Name in headings. If empty, the name with a capital letter.
-        plural: Word for several puzzles.
+        plural: Word for several puzzles, such as "mazes".
     """
 
     name: str
@@ -224,10 +237,7 @@ class Kind:
     plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns the reason why a dataset with these metadata cannot be of this kind.
-
-        Returns None if it can.
-        """
+        """Returns why a dataset with these metadata cannot be of this kind, or None."""
         if (metadata.symbols is not None) != self.names_symbols:
             number = "no list" if self.names_symbols else "a list"
             return f"dataset.json contains {number} of symbols (only datasets of pairs have it)"
@@ -235,17 +245,17 @@ class Kind:
 
 
 def kind_names() -> list[str]:
-    """Returns the names of all kinds of puzzles: those in this folder and those of imported plugins.
-
-    Imports none of them.
-    """
+    """Returns the names of the kinds of puzzles in this folder and in imported plugins."""
     modules = pkgutil.iter_modules(dataset.kinds.__path__)
     here = [module.name for module in modules if module.name not in _NO_KINDS]
     return here + [kind.name for kind in defined("KIND") if kind.name not in here]
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind of puzzle with this name, one of `kind_names`. Imports its module if needed."""
+    """Returns the kind of puzzle with this name. Imports its module if needed.
+
+    name: One of `kind_names`.
+    """
     of_plugins = {kind.name: kind for kind in defined("KIND")}
     return of_plugins.get(name) or importlib.import_module(f"dataset.kinds.{name}").KIND
 
@@ -256,17 +266,13 @@ def kinds_of(metadata: Metadata) -> list[Kind]:
 
 
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
-    """Returns the kind of puzzle of a dataset. Returns None if its metadata do not determine the kind.
+    """Returns the kind of puzzle of a dataset. Returns None if it is not clear.
 
-    The first of these rules that applies:
+    The kind of the builder is returned if it fits the metadata. Otherwise, the only kind that fits is
+    returned. If several kinds fit, they must also have the dataset's augmentation. Example: a 4x4 Sudoku
+    dataset of the public tools also fits the kind maze, so the result is None.
 
-    - The kind of the builder, if it fits the metadata.
-    - The only kind that fits the metadata.
-    - Of several kinds that fit: the only one that has the augmentation of the dataset.
-
-    Example: a 4x4 Sudoku dataset of the public tools also fits the kind maze, so the result is None.
-
-    builder: Name of the builder in the manifest of the dataset. None if it is unknown.
+    builder: Name of the builder of the dataset, or None if it is unknown.
     """
     if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
         return kind  # without importing the other kinds
