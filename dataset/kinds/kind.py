@@ -261,7 +261,6 @@ def find_kind(name: str) -> Kind:
 
 
 def kinds_of(metadata: Metadata) -> list[Kind]:
-    """Returns all kinds of puzzles that fit the metadata of a dataset."""
     return [kind for kind in map(find_kind, kind_names()) if kind.mismatch_of(metadata) is None]
 
 

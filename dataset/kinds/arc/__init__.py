@@ -67,7 +67,7 @@ class ArcPuzzle(Puzzle):
     def find_identifier(self, training: Split) -> int | None:
         demonstrations = {pair.key for pair in self.task.train}
         for puzzle_set in training.sets.values():
-            for puzzle in puzzle_set.group_indices[:-1].tolist():  # only the first of a group is not augmented
+            for puzzle in puzzle_set.group_indices[:-1].tolist():  # the first of a group: not augmented
                 rows = np.arange(*puzzle_set.puzzle_indices[puzzle : puzzle + 2])
                 if len(rows) < len(demonstrations):
                     continue

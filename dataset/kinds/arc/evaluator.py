@@ -104,10 +104,11 @@ class Votes:
 
 
 class ArcEvaluator:
-    """Computes the metrics of ARC, such as pass@2: one of the two best answers must be right.
+    """Computes the metrics of ARC, such as pass@2.
 
     A model answers several variants (rotated, mirrored or recolored) of each test input. All of these answers
-    vote, and so do several samples of a puzzle. The answers with most votes are the best.
+    vote, and so do several samples of a puzzle. pass@2 means that one of the two answers with most votes is
+    right.
     """
 
     samples_vote, only_answered = True, False
@@ -244,10 +245,6 @@ class EvaluatedTask(NamedTuple):
 
 
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
-    """Reads the evaluated tasks from a dataset's file test_puzzles.json. Returns them sorted by name.
-
-    Raises ValueError if the file is not valid.
-    """
     path = folder / TEST_PUZZLES
     try:
         content = read_json(path)

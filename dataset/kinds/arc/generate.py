@@ -43,7 +43,6 @@ class Family(NamedTuple):
     answer: Callable[..., np.ndarray]
 
     def explains(self, rule: tuple, pairs: Sequence[Pair]) -> bool:
-        """Returns whether the rule with these parameters turns every input into its output."""
         return all(np.array_equal(self.answer(pair.input, *rule), pair.output) for pair in pairs)
 
 
@@ -111,10 +110,7 @@ def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> t
 
 
 def _around(grid: np.ndarray, top: int, left: int, rows: int, columns: int) -> np.ndarray:
-    """Returns a numpy view of a rectangle of a grid, together with all cells that touch it.
-
-    top, left: Position of the rectangle's first cell. rows, columns: Size of the rectangle.
-    """
+    # A view of the rectangle of rows x columns cells, and of all cells that touch it.
     return grid[max(top - 1, 0) : top + rows + 1, max(left - 1, 0) : left + columns + 1]
 
 
@@ -133,10 +129,6 @@ def _draw_outlines(draw: _Draw, outline: int, *_: Any) -> np.ndarray:
 
 
 def _fill(grid: np.ndarray, _outline: int, color: int, where: str) -> np.ndarray:
-    """Colors the background cells inside closed outlines, or all other background cells.
-
-    where: "inside" or "outside". An outline with a gap is not closed.
-    """
     # Background cells are enclosed if no path from outside the grid reaches them.
     enclosed = np.pad(grid == 0, 1, constant_values=True)
     reached = [(0, 0)]
@@ -200,10 +192,10 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Counts the objects of a color in a grid. Returns a grid with one cell for each object.
+    """Returns a grid with one cell for each object of a color in the input grid.
 
-    size: 1 to count single cells, 2 to count blocks of 2 x 2 cells. of_answer: Color of the returned cells.
-    layout: Their arrangement: "row", "column" or "diagonal".
+    color: Color of the objects. size: 1 if the objects are single cells, 2 if they are blocks of 2 x 2 cells.
+    of_answer: Color of the returned cells. layout: Their arrangement: "row", "column" or "diagonal".
     """
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
@@ -227,11 +219,6 @@ def _draw_dots(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _connect(grid: np.ndarray, color: int, of_line: int, ways: str) -> np.ndarray:
-    """Connects cells of one color by lines of another color. A line ends at the next colored cell.
-
-    color: Color of the cells to connect. of_line: Color of the lines. ways: Directions of the lines, such as
-    "rows".
-    """
     result = grid.copy()
     edged = np.pad(grid, 1, constant_values=NUM_COLORS)  # an edge that is not a color ends every walk
     for start, step in product(np.argwhere(edged == color), _STEPS[ways]):
