@@ -91,7 +91,7 @@ class RowEvaluator:
         *,
         tasks: Sequence[str] = (),
     ):
-        """Starts with no examples.
+        """Creates an evaluator that has no answers yet.
 
         Args:
             kind: Name of the kind of puzzle. The metrics are `<kind>/<check>_accuracy` and `<kind>/count`.

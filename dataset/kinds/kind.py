@@ -219,7 +219,7 @@ class Kind:
             They have the size of the dataset's puzzles. None if the kind cannot generate puzzles.
         names_symbols: Whether each dataset lists its own symbols (`dataset.description.Vocabulary`).
         groups: Function (metadata) -> lists of cells in which all symbols must differ. Web pages check
-            answers with it. None if the kind has other rules.
+            answers with it. Only for kinds that have no other rules.
         title: Name in headings. If empty, the name with a capital letter.
         plural: Word for several puzzles, such as "mazes".
     """
@@ -237,7 +237,10 @@ class Kind:
     plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns why a dataset with these metadata cannot be of this kind, or None."""
+        """Returns why a dataset with these metadata cannot be of this kind, or None.
+
+        Example: "vocab_size is 7, not 6".
+        """
         if (metadata.symbols is not None) != self.names_symbols:
             number = "no list" if self.names_symbols else "a list"
             return f"dataset.json contains {number} of symbols (only datasets of pairs have it)"
@@ -265,11 +268,11 @@ def kinds_of(metadata: Metadata) -> list[Kind]:
 
 
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
-    """Returns the kind of puzzle of a dataset. Returns None if it is not clear.
+    """Returns the kind of puzzle of a dataset, or None if it cannot be determined.
 
     The kind of the builder is returned if it fits the metadata. Otherwise, the only kind that fits is
-    returned. If several kinds fit, they must also have the dataset's augmentation. Example: a 4x4 Sudoku
-    dataset of the public tools also fits the kind maze, so the result is None.
+    returned. If several kinds fit, the only one with the dataset's augmentation is returned. Example: a 4x4
+    Sudoku dataset of the public tools also fits the kind maze, so the result is None.
 
     builder: Name of the builder of the dataset, or None if it is unknown.
     """

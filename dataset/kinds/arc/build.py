@@ -221,11 +221,11 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
 def _lay_out_sets(
     tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
 ) -> dict[str, PuzzleSet]:
-    """Converts tasks and their augmented copies to {"train": set, "test": set}.
+    """Converts tasks and their augmented copies to {"train": puzzles, "test": puzzles}.
 
-    transforms: For each task, the transforms that make its copies, uint8 [copies, 11]. evaluated: Subsets of
-    tasks that are evaluated. Their test pairs form the test set. size: Rows and columns of a token array.
-    seed: Seed of the positions of training grids in their token arrays.
+    transforms: For each task, the transforms that make its copies, uint8 [copies, 11]. evaluated: Names of
+    the subsets that are evaluated. Their test pairs become the test puzzles. size: Rows and columns of a
+    token array. seed: Seed of the positions of training grids in their token arrays.
     """
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(task_transforms) for task_transforms in transforms])

@@ -132,6 +132,7 @@ class ArcEvaluator:
             set_name: set(self._views.tasks[set_identifiers].tolist())
             for set_name, set_identifiers in identifiers.items()
         }
+        # A task that is in no set counts in every set. It has no votes, so it is not solved.
         in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
         self._tasks_of_set = {
             set_name: sorted(set_tasks | in_no_set) for set_name, set_tasks in tasks_of_set.items()
@@ -292,6 +293,8 @@ def to_lists(grid: bytes) -> list[list[int]]:
 
 class Views:
     """Converts grids of augmented puzzles (rotated, mirrored or recolored) back to grids of their task.
+
+    The name of a puzzle identifier (index of a puzzle embedding) says how the puzzle was augmented.
 
     Attributes:
         tasks: Index of the task of each puzzle identifier, int32. -1 if no test set has the identifier.

