@@ -15,7 +15,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from dataset.kinds.kind import Answers, Puzzle, read_symbols
+from dataset.kinds.evaluator import Answers
+from dataset.kinds.kind import Puzzle, read_symbols
 
 _CHUNK_CELLS = 1 << 22  # puzzles * candidates that are compared at once
 

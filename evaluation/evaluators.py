@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from dataset.files import load_metadata, read_builder, splits_with_several_solutions
-from dataset.kinds.kind import Answers, Evaluator, Rules, find_kind, kind_names
+from dataset.kinds.evaluator import Answers, Evaluator
+from dataset.kinds.kind import Rules, find_kind, kind_names
 from dataset.metadata import Dataset, Metadata
 from distributed import log
 from distributed.collectives import Ranks, gather_objects

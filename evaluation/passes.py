@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataset.kinds.kind import Answers
+from dataset.kinds.evaluator import Answers
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.metadata import IGNORE_LABEL_ID, Dataset
 from dataset.plan import EvaluationPlan

@@ -18,7 +18,7 @@ import numpy as np
 from checkpointing.finding import Checkpoint
 from config.compose import config_with
 from config.programs import EvaluateConfig
-from dataset.kinds.kind import SUBMISSION_FILE, TASKS_FILE
+from dataset.kinds.evaluator import SUBMISSION_FILE, TASKS_FILE
 from dataset.mixture import fingerprint_of
 from distributed import log
 from evaluation.metric_tables import (

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dataset.kinds.kind import Answers, Evaluator
+from dataset.kinds.evaluator import Answers, Evaluator
 from dataset.metadata import Metadata, usual_metadata
 from distributed.world import rank, world_size
 from evaluation.evaluators import Evaluators

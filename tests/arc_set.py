@@ -14,7 +14,7 @@ from dataset.augmentations import dihedral
 from dataset.build.writing import write_dataset
 from dataset.files import load_metadata, open_dataset
 from dataset.kinds.arc.evaluator import PASSES, ArcEvaluator
-from dataset.kinds.kind import Answers
+from dataset.kinds.evaluator import Answers
 from dataset.metadata import Split
 from dataset.sets import PuzzleSet
 from evaluation.evaluators import Evaluators, build_evaluator

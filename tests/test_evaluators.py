@@ -37,7 +37,8 @@ def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path
 
 
 _NEW_KIND = """
-from dataset.kinds.kind import Kind, RowEvaluator, Style
+from dataset.kinds.evaluator import RowEvaluator
+from dataset.kinds.kind import Kind, Style
 
 KIND = Kind(
     name="colours",

@@ -10,7 +10,8 @@ import pytest
 from dataset.augmentations import NUM_DIHEDRAL, dihedral
 from dataset.build import build_dataset
 from dataset.kinds import coloring, queens
-from dataset.kinds.kind import Answers, find_kind
+from dataset.kinds.evaluator import Answers
+from dataset.kinds.kind import find_kind
 from dataset.many_answers import ManyAnswersEvaluator
 from tests.answers import metrics_of
 from tests.sudoku_source import build_sets, files_of

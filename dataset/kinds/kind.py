@@ -1,4 +1,6 @@
-"""The interface of a kind of puzzle: how puzzles are read, checked, drawn and generated.
+"""The interface of a kind of puzzle: how puzzles are read, drawn and generated.
+
+dataset/kinds/evaluator.py contains the interface of its evaluator.
 
 A new kind is a package in this folder, or a plugin, that defines `KIND`. No other file lists it. Its builder
 is the module `build` in the package (dataset/build/__init__.py describes the interface). If the kind needs a
@@ -12,20 +14,19 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar
 
 import numpy as np
 
 import dataset.kinds
-from dataset.metadata import IGNORE_LABEL_ID, Metadata, Split
+from dataset.kinds.evaluator import Evaluator
+from dataset.metadata import Metadata, Split
 from dataset.sets import PuzzleSet
 from runtime.plugins import defined
-from runtime.writing import write_json
 
 FAINT = "2"  # the ANSI code of cells that a reader may ignore
-SUBMISSION_FILE, TASKS_FILE = "submission.json", "tasks.json"
 _MAX_COLUMNS = 32
+_NO_KINDS = ("evaluator", "kind")  # modules in this folder that define no kind
 
 # (inputs, answers), tokens [n, seq_len] each -> whether the rules of the puzzle accept each answer, bool [n].
 Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -33,21 +34,21 @@ Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How the grids of a kind of puzzle are drawn, in a terminal and on a page.
+    """Describes how grids are drawn in terminals, pictures and HTML pages.
 
     Attributes:
         symbols: Text of each token. A token beyond the last one is shown as its number.
-        ansi: {token: ANSI codes}.
-        colors: {token: #rrggbb}, the background of a cell on a page.
-        regions: {number of cells: number of each cell's region, row by row}. Pages and pictures draw heavier
+        ansi: {token: ANSI color codes for a terminal}.
+        colors: {token: background color of a cell as #rrggbb}, for pictures and HTML pages.
+        regions: {number of cells: number of each cell's region, row by row}. Pages and pictures draw thicker
             lines between regions, such as the boxes of a Sudoku. A terminal has lines only if some region is
             not a rectangle.
-        gap: Text between the cells of a row. In a terminal, a row with lines between regions ignores it.
+        gap: Text between the cells of a row in a terminal. It is not used in a row with lines between
+            regions.
         marks_new: Whether cells of the answer that differ from the puzzle are green.
-        first_of_field: Lowest token of a cell, if grids are smaller than the token array (ARC). The token
-            below it marks the end of a grid, and only the grid is drawn. If None, a grid fills the array.
-        num_columns: Number of columns of the token array. If None, the array is a square or, if that is not
-            possible, has up to 32 columns.
+        first_of_field: Lowest token of a cell, for kinds with grids of different sizes (ARC). The token below
+            it marks the end of a grid. If None, every grid fills the token array.
+        num_columns: Number of columns of the token array. If None, `to_grid` chooses it.
     """
 
     symbols: Sequence[str] = ()
@@ -61,7 +62,6 @@ class Style:
 
     @property
     def has_areas(self) -> bool:
-        """Whether cells are drawn as areas of color, without gaps between them."""
         return not self.gap
 
     def symbol(self, token: int) -> str:
@@ -69,7 +69,10 @@ class Style:
         return self.symbols[token] if token < len(self.symbols) else str(token)
 
     def is_blank(self, token: int) -> bool:
-        """Returns whether a cell with this token is drawn empty."""
+        """Returns whether this token means an empty cell.
+
+        This is the case if its symbol is a space or its ANSI code is `FAINT`.
+        """
         is_space = token < len(self.symbols) and not self.symbols[token].strip()
         return is_space or self.ansi.get(token) == FAINT
 
@@ -80,8 +83,8 @@ class Puzzle:
 
     Attributes:
         tokens: Input, uint8 or int32 [seq_len].
-        vocab_size: Number of tokens in datasets of such puzzles.
-        rules: Function that checks answers by the rules. None if the kind of puzzle has no rules.
+        vocab_size: Number of different tokens in datasets of such puzzles.
+        rules: Function that checks whether answers obey the rules. None if the kind of puzzle has no rules.
         solution: Tokens of the solution, [seq_len]. None if it is not known.
     """
 
@@ -95,50 +98,59 @@ class Puzzle:
     """Whether all samples run to their end, so that `distinct_answers` can collect their right answers."""
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Finds the grid in an answer, [seq_len]. Returns the indices of its cells: int64 [rows, columns]."""
+        """Returns the indices of the cells of the grid in an answer: int64 [rows, columns].
+
+        For most kinds of puzzles, the grid consists of all cells. An ARC grid may be smaller than the token
+        array. tokens: The answer, [seq_len].
+        """
         return to_grid(np.arange(len(tokens)))
 
     def is_solution(self, tokens: np.ndarray) -> bool:
-        """Returns whether an answer, tokens [seq_len], shows the same grid as the solution.
+        """Returns whether an answer shows the same grid as `solution`, which must not be None.
 
-        The solution must be known.
+        tokens: The answer, [seq_len].
         """
         cells, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns the puzzle with the number of tokens, `seq_len`, that a model expects.
+        """Returns the puzzle with its grids in token arrays of length `seq_len`.
 
-        For ARC, the grids are written into a token array of this size. Raises ValueError if a grid does not
-        fit. Other kinds return the puzzle unchanged.
+        A model expects this length. Only ARC puzzles change. Other kinds return the puzzle itself. Raises
+        ValueError if a grid does not fit.
         """
         return self
 
     def distinct_answers(self, answers: np.ndarray) -> np.ndarray:
-        """Returns the different right answers among `answers`, tokens [n, seq_len], if `has_many_answers`."""
+        """Returns the right answers among several answers, without repetitions: tokens [k, seq_len].
+
+        Only for puzzles with `has_many_answers`. answers: Tokens, [n, seq_len].
+        """
         raise NotImplementedError
 
     @property
     def remark(self) -> str | None:
-        """A remark for the user, for example that the puzzle has several solutions, or None.
+        """A message for the user, such as "this puzzle has 3 solutions", or None.
 
         Raises ValueError if the puzzle has no solution.
         """
         return None
 
     def find_identifier(self, training: Split) -> int | None:
-        """Returns the identifier of the puzzle embedding that was trained on this puzzle's demonstrations.
+        """Returns the index of the puzzle embedding for this ARC task.
 
-        Returns None if there is no such embedding. Only ARC puzzles have demonstrations. training: Training
-        split of the model.
+        This embedding was trained on the demonstrations of the task. Returns None if there is none, and for
+        all other kinds of puzzles. training: Training split of the model's dataset.
         """
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
-        """Returns `num_views` copies of an ARC puzzle's demonstrations, to train a new puzzle embedding.
+        """Returns training examples from which a model can learn an embedding for this ARC task.
 
-        The new embedding has identifier 1. Returns None if the puzzle has no demonstrations. seed: Determines
-        the random positions of the grids.
+        Returns None for all other kinds of puzzles. The embedding has index 1.
+
+        num_views: Number of copies of the examples. Each has its grids at random positions in the token
+        array. seed: Seed of the positions.
         """
         return None
 
@@ -146,8 +158,8 @@ class Puzzle:
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
     """Reshapes an array [seq_len] to [rows, columns].
 
-    If `num_columns` is None, the grid is a square if possible. If it is not possible, the number of columns
-    is the largest divisor of seq_len up to 32.
+    If `num_columns` is None, the grid is a square if possible. Otherwise the number of columns is the largest
+    divisor of seq_len up to 32.
     """
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
@@ -160,7 +172,8 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
 def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
     """Returns a copy of the smallest rectangle of a grid that contains all marked cells.
 
-    It is empty if no cell is marked. is_inside: The marks, bool [rows, columns].
+    The copy has shape [0, 0] if no cell is marked. is_inside: True for each marked cell, bool [rows,
+    columns].
     """
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
@@ -169,10 +182,10 @@ def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
 
 
 def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[Puzzle]:
-    """Converts a text of symbols to a puzzle, for any kind. Returns a list of one puzzle.
+    """Parses a puzzle that is written as symbols. Returns a list with this one puzzle.
 
-    Spaces separate the symbols. If every symbol is one character, spaces are optional. Raises ValueError for
-    an unknown symbol.
+    Example: with the symbols "_.Q", the text "Q . . ." gives the tokens [2, 1, 1, 1]. If every symbol is one
+    character, the spaces are optional. Raises ValueError for an unknown symbol.
 
     symbols: Symbol of each token. If empty, the symbol of a token is its number. vocab_size: Number of
     tokens.
@@ -188,179 +201,27 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
     return [Puzzle(np.array([token_of[cell] for cell in cells], np.int32), vocab_size)]
 
 
-class Answers(NamedTuple):
-    """A model's answers to one batch of n examples, without padding. n may be 0.
-
-    Attributes:
-        inputs: int32 [n, seq_len].
-        labels: int32 [n, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
-        puzzle_identifiers: int32 [n], number of each example's puzzle embedding.
-        preds: uint8 or int32 [n, seq_len], the most probable token of each cell.
-        q_halt: float32 [n], logit of the predicted probability that the answer is right.
-        is_decided: bool [n]. False if a search model (LDT) found no answer. If None, all are decided.
-        num_samples: Number of answers to each example. They are next to each other.
-    """
-
-    inputs: np.ndarray
-    labels: np.ndarray
-    puzzle_identifiers: np.ndarray
-    preds: np.ndarray
-    q_halt: np.ndarray
-    is_decided: np.ndarray | None = None
-    num_samples: int = 1
-
-
-class Evaluator(Protocol):
-    """The interface of an evaluator: it computes the metrics of one kind of puzzle on a dataset folder."""
-
-    samples_vote: bool
-    """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one.
-
-    If True, all samples of a search model (LDT) run to their end.
-    """
-
-    only_answered: bool
-    """Whether only examples that `add` got count. If False, a missing answer may count as wrong."""
-
-    def add(self, set_name: str, answers: Answers) -> None:
-        """Adds the model's answers to one batch of the set `set_name`."""
-
-    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Checks by the rules of the puzzle whether answers are valid, without labels: bool [n].
-
-        Returns None if the kind of puzzle has no rules. inputs, preds: Tokens, [n, seq_len].
-        """
-
-    def partial(self) -> Any:
-        """Returns what this rank has counted. It is pickled and sent to rank 0, for `metrics`."""
-
-    def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
-        """Computes the metrics on rank 0. Returns {set: {"<kind>/<metric>": value}}.
-
-        Accuracies are fractions of `<kind>/count` examples. A set without data is left out. partials: Result
-        of `partial` of every rank.
-        """
-
-    def write(self, folder: Path) -> None:
-        """Writes the evaluator's files, if it has any, into the folder. Called after `metrics`, on rank 0."""
-
-
-class RowEvaluator:
-    """An evaluator that checks the answer to each example on its own, and counts how many are right.
-
-    An answer passes the check `exact` if all scored cells are right. A kind of puzzle adds other checks, such
-    as `valid`. Examples without labels do not count.
-    """
-
-    samples_vote, only_answered = False, True
-
-    def __init__(
-        self,
-        kind: str,
-        check: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]],
-        *,
-        tasks: Sequence[str] = (),
-    ):
-        """Starts with no examples.
-
-        Args:
-            kind: Name of the kind of puzzle. Metrics are named `<kind>/<check>_accuracy`.
-            check: Function (inputs, preds), tokens [n, seq_len] -> {check: whether each answer passes, bool
-                [n]}. The check `valid` means that an answer obeys the rules.
-            tasks: Name of the task behind each puzzle identifier. If given, `write` writes the accuracy of
-                each task.
-        """
-        self._kind, self._check, self._tasks = kind, check, tasks
-        # {(set, check): number of examples of each task that pass}, of this rank and of all ranks. All
-        # examples pass the check "count".
-        self._passed: dict[tuple[str, str], np.ndarray] = {}
-        self._total: dict[tuple[str, str], np.ndarray] = {}
-
-    def add(self, set_name: str, answers: Answers) -> None:
-        counts = answers.labels != IGNORE_LABEL_ID
-        is_exact = ((answers.preds == answers.labels) | ~counts).all(axis=1)
-        checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds), "count": True}
-        tasks = answers.puzzle_identifiers if self._tasks else np.zeros_like(answers.puzzle_identifiers)
-        has_label, num_tasks = counts.any(axis=1), max(len(self._tasks), 1)
-        for check, is_passed in checks.items():
-            passed = np.bincount(tasks[has_label & is_passed], minlength=num_tasks)
-            self._passed[set_name, check] = self._passed.get((set_name, check), 0) + passed
-
-    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        return self._check(inputs, preds).get("valid")
-
-    def partial(self) -> dict[tuple[str, str], np.ndarray]:
-        return self._passed
-
-    def metrics(self, partials: Sequence[dict[tuple[str, str], np.ndarray]]) -> dict[str, dict[str, float]]:
-        self._total = {}
-        for part in partials:
-            for key, passed in part.items():
-                self._total[key] = self._total.get(key, 0) + passed
-        return {
-            set_name: {f"{self._kind}/{metric}": value for metric, value in self._shares(set_name).items()}
-            for set_name in self._sets()
-        }
-
-    def _sets(self) -> list[str]:
-        return [
-            set_name for (set_name, check), rows in self._total.items() if check == "count" and rows.any()
-        ]
-
-    def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns which fraction of a set's examples passes each check.
-
-        The result is {"<check>_accuracy": fraction, ..., "count": number of examples}. tasks: Index of one
-        task, such as an ARC task. Only its examples count. If not passed, those of all tasks.
-        """
-        of_set = {
-            check: int(rows[tasks].sum())
-            for (counted_set, check), rows in self._total.items()
-            if counted_set == set_name
-        }
-        count = of_set.pop("count")
-        return {f"{check}_accuracy": num_passed / count for check, num_passed in of_set.items()} | {
-            "count": count
-        }
-
-    def write(self, folder: Path) -> None:
-        """Writes tasks.json with the accuracy of each task, if there are several tasks.
-
-        The file is {set: {task: {"exact_accuracy": ..., "count": ...}}}.
-        """
-        if len(self._tasks) < 2:
-            return
-        tasks = {
-            set_name: {
-                self._tasks[task]: self._shares(set_name, task)
-                for task in self._total[set_name, "count"].nonzero()[0]
-            }
-            for set_name in self._sets()
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / TASKS_FILE, tasks)
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of puzzle, such as Sudoku: everything that the other code needs to know about it.
+    """Describes a kind of puzzle, such as Sudoku, to all programs.
 
     Attributes:
-        name: Name of its module, its builder, its evaluator and its metrics.
-        mismatch: Function (metadata) -> reason why a dataset cannot be of this kind, or None.
-        build_evaluator: Function (folder, metadata) -> evaluator. It raises ValueError if the dataset cannot
-            be evaluated.
-        augmentation: Name of its augmentation in `AUGMENTATIONS`. None if it has none.
+        name: Name of the kind, such as "sudoku". Its module, builder, evaluator and metrics have the same
+            name.
+        mismatch: Function (metadata of a dataset) -> reason why the dataset cannot be of this kind, or None.
+        build_evaluator: Function (dataset folder, metadata) -> evaluator. It raises ValueError if the dataset
+            cannot be evaluated.
+        augmentation: Key in `dataset.augmentations.AUGMENTATIONS`. None if the kind has no augmentation.
         style: How its grids are drawn.
-        read_puzzles: Function (text) -> puzzles of any size. It raises ValueError, one line, for an invalid
-            puzzle. If None, texts are read as the symbols of `style`.
-        make_up: Function (metadata, count) -> new puzzles of the dataset's size: inputs and answers, tokens
-            [count, seq_len] each. None if the kind cannot generate puzzles.
-        names_symbols: Whether its datasets define their symbols (`description.Vocabulary`).
-        groups: Function (metadata) -> groups of cells in which all symbols must differ, if the kind has no
-            other rules. Pages then check answers. If None, they do not.
+        read_puzzles: Function (text) -> puzzles. It raises ValueError with a message of one line if a puzzle
+            is not valid. If None, texts are parsed with the symbols of `style`.
+        make_up: Function (metadata, count) -> (inputs, answers) of new puzzles, tokens [count, seq_len] each.
+            They have the size of the dataset's puzzles. None if the kind cannot generate puzzles.
+        names_symbols: Whether each dataset lists its own symbols (`dataset.description.Vocabulary`).
+        groups: Function (metadata) -> lists of cells in which all symbols must differ. Web pages check
+            answers with it. Only for kinds that have no other rules.
         title: Name in headings. If empty, the name with a capital letter.
-        plural: Word for several puzzles.
+        plural: Word for several puzzles, such as "mazes".
     """
 
     name: str
@@ -376,9 +237,9 @@ class Kind:
     plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns the reason why a dataset with these metadata cannot be of this kind.
+        """Returns why a dataset with these metadata cannot be of this kind, or None.
 
-        Returns None if it can.
+        Example: "vocab_size is 7, not 6".
         """
         if (metadata.symbols is not None) != self.names_symbols:
             number = "no list" if self.names_symbols else "a list"
@@ -387,37 +248,33 @@ class Kind:
 
 
 def kind_names() -> list[str]:
-    """Returns the names of all kinds of puzzles: those in this folder and those of imported plugins.
-
-    Imports none of them.
-    """
-    here = [module.name for module in pkgutil.iter_modules(dataset.kinds.__path__) if module.name != "kind"]
+    """Returns the names of the kinds of puzzles in this folder and in imported plugins."""
+    modules = pkgutil.iter_modules(dataset.kinds.__path__)
+    here = [module.name for module in modules if module.name not in _NO_KINDS]
     return here + [kind.name for kind in defined("KIND") if kind.name not in here]
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind of puzzle with this name, one of `kind_names`. Imports its module if needed."""
+    """Returns the kind of puzzle with this name. Imports its module if needed.
+
+    name: One of `kind_names`.
+    """
     of_plugins = {kind.name: kind for kind in defined("KIND")}
     return of_plugins.get(name) or importlib.import_module(f"dataset.kinds.{name}").KIND
 
 
 def kinds_of(metadata: Metadata) -> list[Kind]:
-    """Returns all kinds of puzzles that fit the metadata of a dataset."""
     return [kind for kind in map(find_kind, kind_names()) if kind.mismatch_of(metadata) is None]
 
 
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
-    """Returns the kind of puzzle of a dataset. Returns None if its metadata do not determine the kind.
+    """Returns the kind of puzzle of a dataset, or None if it cannot be determined.
 
-    The first of these rules that applies:
+    The kind of the builder is returned if it fits the metadata. Otherwise, the only kind that fits is
+    returned. If several kinds fit, the only one with the dataset's augmentation is returned. Example: a 4x4
+    Sudoku dataset of the public tools also fits the kind maze, so the result is None.
 
-    - The kind of the builder, if it fits the metadata.
-    - The only kind that fits the metadata.
-    - Of several kinds that fit: the only one that has the augmentation of the dataset.
-
-    Example: a 4x4 Sudoku dataset of the public tools also fits the kind maze, so the result is None.
-
-    builder: Name of the builder in the manifest of the dataset. None if it is unknown.
+    builder: Name of the builder of the dataset, or None if it is unknown.
     """
     if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
         return kind  # without importing the other kinds

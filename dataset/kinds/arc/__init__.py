@@ -39,20 +39,17 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ArcPuzzle(Puzzle):
-    """A test input of an ARC task, to be solved.
+    """One test input of an ARC task, for a user who wants its answer.
 
-    task: The task with its demonstrations (input-output pairs that show the rule).
+    Attributes:
+        task: The task. Its demonstrations (input-output pairs) show the rule to apply.
     """
 
     task: Task | None = None
     has_own_rule = True
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Finds the grid in an answer, tokens [seq_len]. Returns the indices of its cells.
-
-        They are int64 [rows, columns]. The grid is the largest rectangle of colors at the top left.
-        """
-        (grid,) = corner_grids(tokens[None])
+        (grid,) = corner_grids(tokens[None])  # the largest rectangle of colors at the top left
         return to_grid(np.arange(len(tokens)))[: grid.shape[0], : grid.shape[1]]
 
     def laid_into(self, seq_len: int) -> "ArcPuzzle":
@@ -68,14 +65,9 @@ class ArcPuzzle(Puzzle):
         return dataclasses.replace(self, **laid)
 
     def find_identifier(self, training: Split) -> int | None:
-        """Finds the puzzle embedding that was trained on this task. Returns its puzzle identifier, or None.
-
-        It belongs to the training puzzle that contains all demonstrations of the task. Augmented copies of
-        puzzles are not searched.
-        """
         demonstrations = {pair.key for pair in self.task.train}
         for puzzle_set in training.sets.values():
-            for puzzle in puzzle_set.group_indices[:-1].tolist():
+            for puzzle in puzzle_set.group_indices[:-1].tolist():  # the first of a group: not augmented
                 rows = np.arange(*puzzle_set.puzzle_indices[puzzle : puzzle + 2])
                 if len(rows) < len(demonstrations):
                     continue
@@ -89,12 +81,7 @@ class ArcPuzzle(Puzzle):
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet:
-        """Returns the demonstrations as training puzzles, to train a new puzzle embedding.
-
-        The new embedding has puzzle identifier 1. Each of `num_views` copies has its grids at other random
-        positions in the token array. The grids are not rotated, mirrored or recolored, because such variants
-        have separate embeddings. seed: Determines the positions.
-        """
+        # Do not rotate, mirror or recolor the grids, because such variants have embeddings of their own.
         pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
         size = math.isqrt(len(self.tokens))
         translations = draw_translations(self.task, pairs, transforms, size=size, seed=seed)
@@ -103,16 +90,16 @@ class ArcPuzzle(Puzzle):
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
-    """Finds the grid in a token array, at any position.
-
-    Returns its colors (0 to 9): uint8 [rows, columns].
-    """
+    """Returns the grid in a token array, as colors from 0 to 9: uint8 [rows, columns]."""
     field = to_grid(tokens)
     return (crop(field, field >= COLOR_0) - COLOR_0).astype(np.uint8)
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads an ARC task from JSON, {"train": [...], "test": [...]}. Returns a puzzle for each test input."""
+    """Reads an ARC task from JSON. Returns one puzzle for each test input.
+
+    text: {"train": [...], "test": [...]}, as in the public files.
+    """
     task, has_output = parse_puzzle(text)
     return [
         ArcPuzzle(

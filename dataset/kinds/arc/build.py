@@ -114,7 +114,6 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Builds an ARC dataset: reads or generates tasks, augments them, and writes both splits."""
     found, evaluated = _find_tasks(options)
     tasks = drop_repeats(found, evaluated=evaluated)
     evaluated = sorted({*evaluated, *(task.subset for task in tasks if not task.has_outputs)})
@@ -160,10 +159,9 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
-    """Returns the tasks that the options select, and the names of the subsets to evaluate.
+    """Returns the tasks to build a dataset from, and the names of the subsets to evaluate.
 
-    A subset is a part of ARC, such as "evaluation". Tasks with a grid larger than --max-size are left out.
-    Raises ValueError if a subset to evaluate has no task.
+    A subset is a part of ARC, such as "evaluation". Raises ValueError if a subset to evaluate has no tasks.
     """
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
@@ -188,14 +186,6 @@ def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
 
 
 def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:
-    """Checks the tasks before long work. Warns about inputs with several outputs.
-
-    Raises ValueError if more than `allow_leaks` test pairs are also training pairs, or if there are too many
-    examples.
-
-    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
-    num_aug: Number of augmented copies of each task.
-    """
     if leaks := find_leaks(tasks, evaluated=evaluated):
         message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
         if len(leaks) > allow_leaks:
@@ -215,10 +205,9 @@ def _has_several_answers(task: Task) -> bool:
 
 
 def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[str]) -> dict:
-    """Returns the builder's options as {option: value}, to record them in the manifest.
+    """Returns the options of the builder as {option: value}, as they are recorded in the dataset.
 
-    The value of "source" contains no paths. It has a digest of the tasks of each subset, such as {"training":
-    "5c1f..."}. evaluated: Value of "evaluate".
+    Instead of paths, "source" has a hash of the tasks of each subset: {"training": "5c1f...", ...}.
     """
     digests = {subset: hashlib.sha256() for subset in sorted({task.subset for task in tasks})}
     for task in tasks:
@@ -232,11 +221,11 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
 def _lay_out_sets(
     tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
 ) -> dict[str, PuzzleSet]:
-    """Converts tasks and their variants (augmented copies) to sets {"train": set, "test": set}.
+    """Converts tasks and their augmented copies to {"train": puzzles, "test": puzzles}.
 
-    transforms: For each task, the transforms that make its variants, uint8 [variants, 11]. evaluated: Names
-    of the subsets of tasks that are evaluated. Their test pairs form the test split. size: Number of rows and
-    of columns of a token array. seed: Determines how far the grids of training examples are moved in it.
+    transforms: For each task, the transforms that make its copies, uint8 [copies, 11]. evaluated: Names of
+    the subsets that are evaluated. Their test pairs become the test puzzles. size: Rows and columns of a
+    token array. seed: Seed of the positions of training grids in their token arrays.
     """
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(task_transforms) for task_transforms in transforms])
@@ -253,12 +242,7 @@ def _lay_out_sets(
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
-    """Returns the names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
-
-    A task has its id as name, such as "0a938d79". An augmented copy of it has its `variant_name`. transforms:
-    For each task, the transforms that make its variants, [variants, 11]. The first changes nothing.
-    """
-    names = [BLANK]
+    names = [BLANK]  # of identifier 0
     for task, variants in zip(tasks, transforms, strict=True):
         names.append(task.id)
         names += (variant_name(task.id, transform) for transform in variants[1:].tolist())
@@ -266,12 +250,8 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
 
 
 def _digests(tasks: list[Task], transforms: list[np.ndarray]) -> np.ndarray:
-    """Returns a hash of the task behind each puzzle identifier, uint64 [identifiers].
-
-    It is 0 for identifier 0, which has no task. transforms: One array for each task, with an entry for each
-    of its identifiers.
-    """
     of_tasks = np.array([task.digest for task in tasks], np.uint64)
+    # Identifier 0 has no task.
     return np.append(np.uint64(0), of_tasks.repeat([len(task_transforms) for task_transforms in transforms]))
 
 

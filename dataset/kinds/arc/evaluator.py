@@ -24,7 +24,7 @@ from dataset.files import IDENTIFIERS, open_split
 from dataset.kinds.arc import tasks as arc
 from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_bytes
 from dataset.kinds.arc.variants import IDENTITY, parse_variant_name
-from dataset.kinds.kind import SUBMISSION_FILE, Answers
+from dataset.kinds.evaluator import SUBMISSION_FILE, Answers
 from dataset.metadata import Metadata
 from dataset.sets import PuzzleSet
 from runtime.reading import PointerFileError, read_json
@@ -40,8 +40,10 @@ _HALTING_ONE = 1 << 32  # a probability of 1 in fixed point
 class TestInput(NamedTuple):
     """Identifies a test input of an ARC task.
 
-    set_name: Set that contains it. task: Index of its task. index: Its index among the test inputs of the
-    task.
+    Attributes:
+        set_name: Name of the test set.
+        task: Index of the task.
+        index: Index of the input among the test inputs of the task.
     """
 
     __test__ = False  # tells pytest that this is not a test
@@ -52,14 +54,15 @@ class TestInput(NamedTuple):
 
 
 class Votes:
-    """Counts the votes for answers (grids) to test inputs, on one rank or on all ranks.
+    """Counts the votes for answers to test inputs.
 
-    A test input occurs in several variants (rotated, mirrored or recolored). The answer to each of them is a
-    vote.
+    A model answers several variants (rotated, mirrored or recolored) of a test input. Each of these answers
+    is a vote for a grid.
 
-    votes: {test input: {grid as bytes: number of votes}}. halting: {test input: {grid as bytes: sum of the
-    predicted probabilities that the grid is right}}. The sums are integers, multiples of a small constant, so
-    that their order does not matter.
+    Attributes:
+        votes: {test input: {grid as bytes: number of votes}}.
+        halting: {test input: {grid as bytes: sum of the predicted probabilities that the grid is right}}. The
+            sums are integers, in units of 2^-32, so the order of the votes does not matter.
     """
 
     def __init__(self) -> None:
@@ -67,7 +70,7 @@ class Votes:
         self.halting: defaultdict[TestInput, Counter[bytes]] = defaultdict(Counter)
 
     def vote(self, test_input: TestInput, grid: bytes, q_halt: float) -> None:
-        """Adds one vote for an answer.
+        """Adds one vote for an answer to a test input.
 
         grid: The answer, as bytes. q_halt: Logit of the predicted probability that the answer is right. NaN
         counts as probability 0.
@@ -82,16 +85,17 @@ class Votes:
             self.halting[test_input].update(other.halting[test_input])
 
     def count(self) -> Counter[str]:
-        """Returns {name of a set: number of votes in it}."""
+        """Returns the number of votes in each test set, by the name of the set."""
         totals: Counter[str] = Counter()
         for test_input, votes in self.votes.items():
             totals[test_input.set_name] += votes.total()
         return totals
 
     def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
-        """Returns the different answers that got votes for these test inputs, the best first.
+        """Returns the different answers to some test inputs, sorted from best to worst.
 
-        More votes are better, then a larger mean probability, then smaller bytes. The empty grid is last.
+        Answers with more votes come first. Ties are broken by the larger mean probability, then by the
+        smaller bytes. An answer without a grid is always last.
         """
         votes, halting = Counter(), Counter()
         for test_input in test_inputs:
@@ -101,11 +105,11 @@ class Votes:
 
 
 class ArcEvaluator:
-    """Computes the metrics of ARC, such as pass@2: whether one of the two best answers is right.
+    """Computes the metrics of ARC, such as pass@2.
 
-    A test input occurs in several variants (rotated, mirrored or recolored). The answers to all of them vote.
-    Several samples of a puzzle vote in the same way. The evaluator stores votes and predicted probabilities,
-    but no answers in token form.
+    A model answers several variants (rotated, mirrored or recolored) of each test input. All of these answers
+    vote, and so do several samples of a puzzle. pass@2 means that one of the two answers with most votes is
+    right.
     """
 
     samples_vote, only_answered = True, False
@@ -113,8 +117,8 @@ class ArcEvaluator:
     def __init__(self, folder: Path, metadata: Metadata):
         """Reads the tasks of a dataset folder.
 
-        Raises ValueError if the name of a puzzle in a test set does not belong to one of these tasks, or if
-        an identifier has no name. metadata: Properties of the dataset in `folder`.
+        Raises ValueError if the name of a test puzzle is missing or belongs to none of these tasks. metadata:
+        Content of the folder's dataset.json.
         """
         sets = open_split(folder, "test").sets
         identifiers = {
@@ -129,6 +133,7 @@ class ArcEvaluator:
             set_name: set(self._views.tasks[set_identifiers].tolist())
             for set_name, set_identifiers in identifiers.items()
         }
+        # A task that is in no set counts in every set. It has no votes, so it is not solved.
         in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
         self._tasks_of_set = {
             set_name: sorted(set_tasks | in_no_set) for set_name, set_tasks in tasks_of_set.items()
@@ -155,22 +160,19 @@ class ArcEvaluator:
             self._votes.vote(test_input, self._views.undo(answer, identifier), q_halt)
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> None:
-        """Returns None: ARC has no known rules, so answers cannot be checked without labels."""
+        """Returns None, because the rules of ARC tasks are not known."""
 
     def partial(self) -> tuple[Votes, int]:
         return self._votes, self._num_unknown
 
     def metrics(self, partials: Sequence[tuple[Votes, int]]) -> dict[str, dict[str, float]]:
-        """Returns {set: {metric: value}}, with the metrics of docs/metrics.md.
+        """Computes the metrics from the votes of all processes. Called on rank 0.
 
-        A test input is solved at K if its output is among its K best grids. `arc/pass@K` is a mean over tasks
-        of the solved fraction of a task's test inputs. `arc/outputs/pass@K` is the solved fraction of all
-        test inputs, as the competition counts `submission.json` (K = 2). The two differ if tasks have
-        different numbers of test inputs. A task that is in no set counts in every set. An input without votes
-        is not solved. If `only_answered` is set, it is left out. An input without a known output is left out.
+        Returns {set: {metric: value}}, for example {"all": {"arc/pass@2": 0.41, "arc/count": 400, ...}}.
+        docs/metrics.md describes the metrics. Raises ValueError if an example's input is not a test input of
+        its task.
 
-        Raises ValueError if the input of an example is not a test input of its task. partials: Results of
-        `partial` on all ranks.
+        partials: Result of `partial` of every rank.
         """
         if num_unknown := sum(count for _, count in partials):
             shown = f"{num_unknown} test examples match no test input of their task in {TEST_PUZZLES}"
@@ -209,10 +211,10 @@ class ArcEvaluator:
         return {**metrics, **counts, "arc/votes": num_votes}
 
     def write(self, folder: Path) -> None:
-        """Writes submission.json for Kaggle: the two best grids of each test input, over all sets.
+        """Writes submission.json for Kaggle, with the two best grids for each test input.
 
-        The file is {task: [{"attempt_1": grid, "attempt_2": grid} for each test input]}. If there is only one
-        grid, it fills both attempts. If there is none, both are [[0]].
+        The content is {task: [{"attempt_1": grid, "attempt_2": grid} for each test input]}. If there is only
+        one grid, both attempts are this grid. If there is none, both are [[0]].
         """
         submission = {
             task.name: [self._attempts(index, task.index_of[grid]) for grid in task.inputs]
@@ -233,8 +235,8 @@ class EvaluatedTask(NamedTuple):
     """The test pairs of a task. Several pairs may have the same input.
 
     Attributes:
-        inputs, outputs: Grids of the test pairs, as bytes. An unknown output is `tasks.EMPTY`, a grid
-            without cells.
+        inputs, outputs: Grids of the test pairs, as bytes. An unknown output is a grid without cells
+            (`tasks.EMPTY`).
         index_of: {input: index of the first test pair with this input}.
     """
 
@@ -245,10 +247,6 @@ class EvaluatedTask(NamedTuple):
 
 
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
-    """Reads the tasks of a dataset's file test_puzzles.json, sorted by name.
-
-    Raises ValueError if the file is not valid.
-    """
     path = folder / TEST_PUZZLES
     try:
         content = read_json(path)
@@ -272,12 +270,10 @@ def _evaluated_task(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -
 
 
 def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[EvaluatedTask]:
-    """Collects tasks from test sets, sorted by name.
+    """Collects the evaluated tasks from the examples of test sets, sorted by name.
 
-    For datasets of HRM's tools, which have no test_puzzles.json.
-
-    names: Name of each puzzle identifier. If it is only the id of a task, the puzzle is not an augmented
-    copy.
+    Needed for datasets without test_puzzles.json, such as those of HRM's tools. names: Name of each puzzle
+    identifier.
     """
     tests = {}
     for puzzle_set in sets:
@@ -297,22 +293,26 @@ def to_lists(grid: bytes) -> list[list[int]]:
 
 
 class Views:
-    """Converts grids of variants (rotated, mirrored or recolored) back to grids of their task.
+    """Converts grids of augmented puzzles (rotated, mirrored or recolored) back to grids of their task.
 
-    The name of a puzzle identifier says which variant of which task it is.
+    The name of a puzzle identifier (index of a puzzle embedding) says how the puzzle was augmented.
 
-    tasks: Index of the task of each identifier, int32 [num_puzzle_identifiers]. -1 if no test set uses it.
+    Attributes:
+        tasks: Index of the task of each puzzle identifier, int32. -1 if no test set has the identifier.
     """
 
     def __init__(
         self, folder: Path, names: Sequence[str], *, tasks: Sequence[EvaluatedTask], used: np.ndarray
     ):
-        """Parses the names of some puzzle identifiers.
+        """Finds the task and the transform of each puzzle identifier from its name.
 
         Raises ValueError if a name does not belong to one of `tasks`.
 
-        folder: Dataset folder, for the message. names: Name of each identifier, such as
-        "0a938d79|||t3|||0214356789". used: Identifiers to parse, those of the test sets.
+        Args:
+            folder: Dataset folder, for the message.
+            names: Name of each identifier, such as "0a938d79|||t3|||0214356789".
+            tasks: The evaluated tasks.
+            used: Identifiers in the test sets. The names of other identifiers are not parsed.
         """
         count = len(names)
         index_of = {task.name: index for index, task in enumerate(tasks)}
@@ -332,20 +332,20 @@ class Views:
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
-        """Undoes the rotation, mirroring and recoloring of a variant's grid.
+        """Returns the grid before it was rotated, mirrored and recolored, as bytes.
 
-        Returns the grid before augmentation, as bytes (`grid_bytes`). grid: Tokens of the variant, [rows,
-        columns]. identifier: Puzzle identifier of the variant. Its name says how the variant was made.
+        grid: Tokens after the augmentation, [rows, columns]. identifier: Puzzle identifier of the augmented
+        puzzle.
         """
         return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
-    """Finds the grid in each token array: the largest rectangle of colors at the top left.
+    """Returns the grid in each token array: the largest rectangle of colors at the top left.
 
-    Returns numpy views of the tokens, [rows, columns] each. If several rectangles have the same area, takes
-    the one with the fewest rows. Without a color at the top left, the grid is [0, 0]. tokens: Square token
-    arrays, [n, seq_len].
+    The results are numpy views of shape [rows, columns]. Of rectangles with equal area, the one with the
+    fewest rows counts. If the first token is not a color, the grid has shape [0, 0]. tokens: [n, seq_len].
+    The arrays must be squares.
     """
     size = math.isqrt(tokens.shape[1])
     grids = tokens.reshape(-1, size, size)

@@ -28,13 +28,14 @@ _LAYOUTS = ("row", "column", "diagonal")
 
 
 class Family(NamedTuple):
-    """Rules of generated tasks that differ only in their parameters. Example: mirror the grid in some way.
+    """A family of rules for generated tasks. The rules differ only in their parameters.
 
     Attributes:
-        rules: All rules, each as a tuple of parameters. Example: [("left-right",), ("top-bottom",), ...].
-        draw_input: Function (random choices, *parameters) -> random input grid, uint8 [rows, columns].
-            The rule may leave it unchanged. The caller then samples another one.
-        answer: Function (input grid, *parameters) -> output grid.
+        rules: Parameters of each rule. Example: [("left-right",), ("top-bottom",), ...] for the family
+            "mirror".
+        draw_input: Function (random choices, *parameters) -> random input grid, uint8 [rows, columns]. The
+            rule may leave the grid unchanged. Such a grid is not used.
+        answer: Function (input grid, *parameters) -> output grid. It applies the rule.
     """
 
     rules: list[tuple]
@@ -42,15 +43,11 @@ class Family(NamedTuple):
     answer: Callable[..., np.ndarray]
 
     def explains(self, rule: tuple, pairs: Sequence[Pair]) -> bool:
-        """Returns whether `rule` turns the input of every pair into its output.
-
-        rule: The parameters of a rule, an entry of `rules`.
-        """
         return all(np.array_equal(self.answer(pair.input, *rule), pair.output) for pair in pairs)
 
 
 class _Draw:
-    """Makes the random choices for one generated task. Task `index` has its own random numbers."""
+    """Makes the random choices for one generated task. They depend only on `seed` and `index`."""
 
     def __init__(self, seed: int, index: int):
         self._bits = BitStream(seed, stream=_STREAM)
@@ -66,18 +63,14 @@ class _Draw:
         return [items[index] for index in random_orders(self._bits.read(len(items)))[:count]]
 
     def ground(self, *, least: int = SMALLEST, most: int = LARGEST) -> np.ndarray:
-        """Returns a grid of background (color 0) with a random size.
-
-        least, most: Smallest and largest number of rows and of columns.
-        """
         return np.zeros([self.between(least, most) for _ in range(2)], np.uint8)
 
 
 def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
-    """Generates `count` ARC-like tasks. Returns (task, parameters of its rule) of each.
+    """Generates `count` ARC-like tasks. Returns (task, parameters of its rule) for each.
 
-    The families of `FAMILIES`, such as "mirror", take turns. A family repeats a rule only after it has used
-    all its rules. subset: Value for the tasks, such as "evaluation".
+    The families of rules, such as "mirror", take turns. A family repeats a rule only after it has used all
+    its rules. subset: Value of `Task.subset`, such as "evaluation".
     """
     generated = []
     seen: set[bytes] = set()  # inputs
@@ -97,14 +90,6 @@ def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tu
 
 
 def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
-    """Samples the input-output pairs of a task: first the demonstrations, then the tests.
-
-    Samples again until two conditions hold. The outputs of the demonstrations are distinct. Every rule of
-    `family` that explains the demonstrations also gives the right outputs of the tests.
-
-    rule: Parameters of the rule of the task. draw: Makes the random choices. seen: Inputs of earlier tasks,
-    as bytes. They are not used again.
-    """
     for _ in range(_NUM_TRIES):
         pairs: dict[bytes, Pair] = {}
         while len(pairs) < NUM_DEMONSTRATIONS + NUM_TESTS:
@@ -115,6 +100,7 @@ def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> t
                 pairs[key] = pair
         drawn = tuple(pairs.values())
         demonstrations, tests = drawn[:NUM_DEMONSTRATIONS], drawn[NUM_DEMONSTRATIONS:]
+        # Every rule of the family that explains the demonstrations must give the right test outputs.
         differ = len({grid_bytes(pair.output) for pair in demonstrations}) == len(demonstrations)
         if differ and all(
             family.explains(other, tests) for other in family.rules if family.explains(other, demonstrations)
@@ -124,11 +110,7 @@ def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> t
 
 
 def _around(grid: np.ndarray, top: int, left: int, rows: int, columns: int) -> np.ndarray:
-    """Returns a numpy view of the part of a grid around a rectangle.
-
-    It contains the rectangle of `rows` x `columns` cells, and all cells that touch it. top, left: Position of
-    the first cell of the rectangle.
-    """
+    # A view of the rectangle of rows x columns cells, and of all cells that touch it.
     return grid[max(top - 1, 0) : top + rows + 1, max(left - 1, 0) : left + columns + 1]
 
 
@@ -147,10 +129,6 @@ def _draw_outlines(draw: _Draw, outline: int, *_: Any) -> np.ndarray:
 
 
 def _fill(grid: np.ndarray, _outline: int, color: int, where: str) -> np.ndarray:
-    """Rule: colors the background inside closed outlines, or outside of them.
-
-    Some outlines have a gap. They enclose nothing. where: "inside" or "outside".
-    """
     # Background cells are enclosed if no path from outside the grid reaches them.
     enclosed = np.pad(grid == 0, 1, constant_values=True)
     reached = [(0, 0)]
@@ -173,7 +151,6 @@ def _draw_patches(draw: _Draw, first: int, _of_first: int, second: int, _of_seco
 
 
 def _recolour(grid: np.ndarray, first: int, of_first: int, second: int, of_second: int) -> np.ndarray:
-    """Rule: replaces color `first` by `of_first` and, at the same time, `second` by `of_second`."""
     becomes = np.arange(NUM_COLORS, dtype=np.uint8)
     becomes[[first, second]] = of_first, of_second
     return becomes[grid]
@@ -200,7 +177,6 @@ def _draw_noise(draw: _Draw, way: str) -> np.ndarray:
 
 
 def _mirror(grid: np.ndarray, way: str) -> np.ndarray:
-    """Rule: mirrors a grid, or adds its mirror image next to it. way: A key of _MIRRORS."""
     return np.ascontiguousarray(_MIRRORS[way](grid))
 
 
@@ -216,10 +192,10 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Rule: counts dots or blocks of color `color`. Returns that many cells of color `of_answer`.
+    """Returns a grid with one cell for each object of a color in the input grid.
 
-    size: 1 to count single cells, 2 to count blocks of 2 x 2. layout: Whether the returned cells form a
-    "row", a "column" or a "diagonal".
+    color: Color of the objects. size: 1 if the objects are single cells, 2 if they are blocks of 2 x 2 cells.
+    of_answer: Color of the returned cells. layout: Their arrangement: "row", "column" or "diagonal".
     """
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
@@ -243,10 +219,6 @@ def _draw_dots(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _connect(grid: np.ndarray, color: int, of_line: int, ways: str) -> np.ndarray:
-    """Rule: connects dots of `color` by lines of color `of_line`. Lines stop at other dots.
-
-    ways: Directions of the lines, such as "rows".
-    """
     result = grid.copy()
     edged = np.pad(grid, 1, constant_values=NUM_COLORS)  # an edge that is not a color ends every walk
     for start, step in product(np.argwhere(edged == color), _STEPS[ways]):

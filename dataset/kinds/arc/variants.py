@@ -34,20 +34,20 @@ _NAME = re.compile(rf"(.+?)(?:({_SEPARATOR}|_)t([0-7])\2([0-9]{{10}}))?", re.DOT
 
 
 def variant_name(task_id: str, transform: list[int]) -> str:
-    """Returns the name of a variant (augmented copy) of a task, such as "0a938d79|||t3|||0214356789".
+    """Returns the name of an augmented copy of a task, such as "0a938d79|||t3|||0214356789".
 
-    transform: 11 numbers that make the variant: the symmetry (`dihedral`), then the new color of each of the
-    10 colors.
+    transform: 11 numbers. The first selects a rotation or mirroring (`dihedral`). The others are the new
+    colors of the colors 0 to 9.
     """
     dihedral_index, *colors = transform
     return VARIANT_SEPARATOR.join((task_id, f"t{dihedral_index}", "".join(map(str, colors))))
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """Splits the name of a variant (augmented copy) of a task.
+    """Parses the name of an augmented copy of a task. Returns (id of the task, transform).
 
-    Returns (id of the task, transform of 11 numbers). If the name is only the id of a task, the transform is
-    `IDENTITY`, which changes nothing. Raises ValueError if the name is not valid.
+    Example: "0a938d79|||t3|||0214356789" gives ("0a938d79", (3, 0, 2, 1, 4, 3, 5, ...)). If the name is only
+    an id, the transform is `IDENTITY`. Raises ValueError if the name is not valid.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -62,10 +62,10 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Samples transforms that make `num_aug` different augmented copies of a task: uint8 [1 + num_aug, 11].
+    """Samples transforms that make different augmented copies of a task: uint8 [1 + num_aug, 11].
 
-    The first transform changes nothing. If 5 * num_aug samples do not give enough different copies, the
-    result is shorter.
+    The first transform changes nothing. The result has fewer rows if 5 * num_aug random transforms do not
+    give `num_aug` different copies.
     """
     bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
     bits.seek(_index(task))
@@ -75,7 +75,7 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Returns the transforms that rotate or mirror a task, uint8 [n, 11], at most 8.
+    """Returns the transforms that rotate or mirror a task, uint8 [n, 11] with n up to 8.
 
     Each gives a different puzzle. The first one changes nothing.
     """
@@ -93,9 +93,9 @@ def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
-    """Returns a function that maps a transform of the task (11 bytes) to other bytes.
+    """Returns a function that converts a transform of the task (11 bytes) to a key.
 
-    Two transforms give the same bytes if and only if they make the same puzzle.
+    Two transforms have the same key if and only if they make the same puzzle.
     """
     # Numbers of rows and columns are shifted above the colors, so that bytes.translate changes only colors.
     others = bytes(range(NUM_COLORS, 256))
@@ -114,37 +114,30 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
 
 
 def _draw(stream: BitStream, count: int) -> np.ndarray:
-    """Samples `count` random transforms, uint8 [count, 11]. They never change color 0.
-
-    stream: Source of the random bits. Its next bits are used.
-    """
     bits = stream.read(count * _NUMBERS_PER_TRANSFORM).reshape(count, _NUMBERS_PER_TRANSFORM)
     transforms = np.zeros((count, 1 + NUM_COLORS), np.uint8)
     transforms[:, 0] = random_below(bits[:, 0], NUM_DIHEDRAL)
-    transforms[:, 2:] = random_orders(bits[:, 1:]) + 1
+    transforms[:, 2:] = random_orders(bits[:, 1:]) + 1  # color 0 stays 0
     return transforms
 
 
 def _index(task: Task) -> int:
-    """Returns an integer below 2^64 that selects the random bits of a task.
-
-    It depends only on the task's id.
-    """
+    # Only from the id, so that other tasks of the dataset do not change the random numbers.
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 
 
 def draw_translations(
     task: Task, pairs: Sequence[Pair], transforms: np.ndarray, *, size: int, seed: int
 ) -> np.ndarray:
-    """Samples how far down and right the grids of each example are moved in their token array.
+    """Samples how far to move the grids of each example in their token array.
 
-    Returns uint8 [variants, pairs, 2]: (rows, columns) for each example of each variant (augmented
-    copy of the task). An example is an input grid and an output grid. Both move by the same distance. It is
-    uniform over all distances with which both grids fit into the array. In each variant, one random example
-    is not moved.
+    Returns (rows down, columns right) for each example of each augmented copy: uint8 [copies, pairs, 2]. The
+    input and the output of an example move by the same distance. Both must fit into the array. One random
+    example of each copy is not moved.
 
-    pairs: Examples to move, from the pairs of the task. transforms: Transforms of the variants, [variants,
-    11]. size: Rows and columns of the token array.
+    task: The task of the pairs. It determines the random numbers, together with `seed`. pairs: Examples to
+    move. transforms: Transforms of the augmented copies, [copies, 11]. size: Rows and columns of the token
+    array.
     """
     num_puzzles, num_examples = len(transforms), len(pairs)
     width = 1 + 2 * num_examples
@@ -160,12 +153,10 @@ def draw_translations(
 
 
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
-    """Converts tasks to a set of puzzles, with their grids in square token arrays.
+    """Converts tasks to a `PuzzleSet`. A task and its augmented copies become one group.
 
-    Each task becomes one group: the task and its variants (augmented copies).
-
-    tasks: For each task (pairs, transforms [variants, 11], translations [variants, pairs, 2], puzzle
-    identifiers [variants]). size: Number of rows and of columns of a token array.
+    tasks: For each task, (pairs, transforms [copies, 11], translations [copies, pairs, 2], puzzle identifiers
+    [copies]). size: Rows and columns of a token array.
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(task_transforms) for task_transforms in transforms]

@@ -34,10 +34,10 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 @functools.cache
 def all_colorings(num_nodes: int) -> np.ndarray:
-    """Returns the ways to color nodes with up to 3 colors, as tokens: uint8 [n, nodes].
+    """Returns all ways to color nodes with up to 3 colors: tokens, uint8 [n, num_nodes].
 
-    Colorings that differ only by an exchange of colors occur once: the color that occurs first is the first
-    one. Edges do not matter, so neighbors may have the same color.
+    Two colorings that only exchange colors count as one. Edges are ignored, so neighbors may have the same
+    color.
     """
     colorings = [[]]
     for _ in range(num_nodes):
@@ -46,9 +46,10 @@ def all_colorings(num_nodes: int) -> np.ndarray:
 
 
 def make_inputs(edges: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Returns graphs without colors as tokens: uint8 [n, cells].
+    """Converts graphs to the tokens of puzzles: uint8 [n, num_nodes * num_nodes].
 
-    edges: Whether an edge joins the nodes i < j, bool [n, pairs], in the order of np.triu_indices.
+    edges: Whether an edge joins each pair of nodes, bool [n, pairs]. The pairs are in the order of
+    np.triu_indices(num_nodes, 1).
     """
     grids = np.full((len(edges), num_nodes, num_nodes), OPEN, np.uint8)
     first, second = np.triu_indices(num_nodes, 1)
@@ -57,7 +58,6 @@ def make_inputs(edges: np.ndarray, num_nodes: int) -> np.ndarray:
 
 
 def _edges(inputs: np.ndarray) -> np.ndarray:
-    """Returns whether an edge joins the nodes i < j: bool [n, pairs]. The inverse of `make_inputs`."""
     size = math.isqrt(inputs.shape[1])
     first, second = np.triu_indices(size, 1)
     return inputs.reshape(-1, size, size)[:, first, second] == EDGE
@@ -68,27 +68,27 @@ def _nodes(tokens: np.ndarray) -> np.ndarray:
 
 
 def _same_color(nodes: np.ndarray) -> np.ndarray:
-    """Returns whether the nodes i < j have the same color: bool [n, pairs]. nodes: Tokens, [n, nodes]."""
     first, second = np.triu_indices(nodes.shape[1], 1)
     return nodes[:, first] == nodes[:, second]
 
 
 def count_conflicts(inputs: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns the number of edges that join two nodes of one color: int64 [n]. -1 if a node has no color."""
+    """Counts the edges that join two nodes of the same color: int64 [n].
+
+    The count is -1 if a node has no color. inputs, answers: Graphs and answers, tokens [n, cells].
+    """
     nodes = _nodes(answers)
     conflicts = (_edges(inputs) & _same_color(nodes)).sum(axis=1)
     return np.where(np.isin(nodes, COLORS).all(axis=1), conflicts, -1)
 
 
 def to_standard(inputs: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns answers with colors renamed in order of first use, and with the edges of the input."""
     standard = inputs.astype(np.uint8)
     _nodes(standard)[:] = rename_by_first_use(_nodes(answers), COLORS)
     return standard
 
 
 def find_answers(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all right answers, uint8 [total, cells], and their number for each input, int64 [n]."""
     colorings = all_colorings(math.isqrt(inputs.shape[1]))
     indices, counts = find_consistent(_edges(inputs), _same_color(colorings))
     answers = inputs.astype(np.uint8).repeat(counts, axis=0)
@@ -106,9 +106,10 @@ RULES = AnswerRules(
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads a graph from a text: a square of '#' (edge) and '.' (no edge), with '?' on the diagonal.
+    """Reads a graph from a text. Returns a list of one puzzle.
 
-    Returns a list of one puzzle. Raises ValueError if it is not a graph.
+    The text is a square with '?' on the diagonal, '#' for an edge and '.' for no edge. Raises ValueError if
+    it is not a graph.
     """
     puzzles = read_square(text, _SYMBOLS, sizes=SIZES, answer_rules=RULES)
     tokens = puzzles[0].tokens[None]

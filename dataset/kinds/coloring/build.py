@@ -53,9 +53,8 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _draw(split: str, index: int, *, seed: int, num_nodes: int, edge_probability: float) -> np.ndarray:
-    """Draws random graphs, and returns those that have a 3-coloring: uint8 [n, 1, cells]."""
     num_pairs = num_nodes * (num_nodes - 1) // 2
     bits = random_bits(seed, stream=GENERATE[split], index=index, count=_GRAPHS_OF_A_DRAW * num_pairs)
     uniform = (bits >> np.uint64(11)) * 2.0**-53
     inputs = make_inputs(uniform.reshape(-1, num_pairs) < edge_probability, num_nodes)
-    return inputs[find_answers(inputs)[1] > 0][:, None]
+    return inputs[find_answers(inputs)[1] > 0][:, None]  # those that have a 3-coloring

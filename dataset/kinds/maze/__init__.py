@@ -10,7 +10,8 @@ import math
 
 import numpy as np
 
-from dataset.kinds.kind import Kind, Puzzle, RowEvaluator, Style
+from dataset.kinds.evaluator import RowEvaluator
+from dataset.kinds.kind import Kind, Puzzle, Style
 from dataset.kinds.maze import rules
 from dataset.metadata import Metadata
 
@@ -29,11 +30,11 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
-    """Checks answers to mazes by the rules. Returns {check: whether each answer passes, bool [n]}.
+    """Checks by the rules whether answers to mazes are right. Returns {check: bool [n]}.
 
-    valid: The answer is the maze with one path on it (`is_path`). shortest: Valid, and no path is shorter.
-
-    inputs, preds: Mazes and answers, tokens [n, seq_len].
+    The check "valid" is passed if the answer is the maze with one path from start to goal. The check
+    "shortest" also needs the path to be as short as possible. inputs, preds: Mazes and answers, tokens [n,
+    seq_len].
     """
     is_valid = rules.is_path(inputs, preds)
     path_cells = np.isin(preds, (rules.START, rules.PATH, rules.GOAL)).sum(axis=1)
@@ -41,12 +42,11 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
 
 
 def to_cells(text: str) -> str:
-    """Converts the text of a maze to its cells, row by row, in one text.
+    """Converts the text of a maze to a text of its cells, row by row.
 
-    Lines are padded to a square. A row that is shorter than others is padded with open cells, because editors
-    remove spaces at the end of a line. Missing rows and columns become walls.
-
-    text: All rows in one line, or one line for each row.
+    A text of one line is returned unchanged. Otherwise, each line is a row. Open cells are added to rows that
+    are shorter than others, because editors remove spaces at the end of a line. Then walls are added, on the
+    right or below, until the maze is a square.
     """
     rows = text.splitlines()
     if sum(map(bool, rows)) < 2:
@@ -64,10 +64,10 @@ def to_cells(text: str) -> str:
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads a maze from a text: one line for each row, or all rows in one line. Returns a list of one puzzle.
+    """Reads a maze from a text: one line for each row, or all rows in one line.
 
-    '#', '+', '-' and '|' are walls. Space and '.' are open cells. S is the start. G or E is the goal. Raises
-    ValueError if the maze is not valid.
+    '#', '+', '-' and '|' are walls. Space and '.' are open cells. S is the start. G or E is the goal. Returns
+    a list of one puzzle. Raises ValueError if the maze is not valid.
     """
     for row_number, row in enumerate(text.splitlines(), 1):
         if unknown := next((cell for cell in row if TOKEN_OF.get(cell, rules.PATH) == rules.PATH), None):
@@ -87,14 +87,9 @@ def read_puzzles(text: str) -> list[Puzzle]:
 
 
 def _make_up(metadata: Metadata, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Generates `count` mazes without loops, in the size of a dataset's mazes.
-
-    Each has only one answer. Returns (mazes, answers), tokens uint8 [count, seq_len] each. Every call returns
-    the same mazes. metadata: Properties of the dataset.
-    """
     size = math.isqrt(metadata.seq_len)
     mazes = np.empty((0, size**2), np.uint8)
-    drawn = {"size": size, "min_path_cells": 2 * size, "is_perfect": True}
+    drawn = {"size": size, "min_path_cells": 2 * size, "is_perfect": True}  # perfect: only one answer each
     for index in itertools.count():
         if len(mazes) >= count:
             return mazes[:count], rules.published_answers(mazes[:count])

@@ -18,15 +18,15 @@ WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens; 0 = pad
 CHARACTERS = "# SGo"  # of these tokens, in this order
 VOCAB_SIZE = 6
 
-_FULL_WEIGHT_CELLS = 120  # see draw_mazes
+_FULL_WEIGHT_CELLS = 120  # `draw_mazes` explains it
 _BATCH_CELLS, _BATCH_MAZES = 1 << 20, 1 << 11  # at most; other numbers give other mazes
 
 
 def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
     """Returns whether each answer is its maze with exactly one path from start to goal: bool [count].
 
-    Walls, start and goal are unchanged, and every marked cell is on the path. The path may be longer than the
-    shortest. It must not touch itself, because then the order of its cells would be ambiguous.
+    All marked cells must be on the path. The path may be longer than the shortest, but must not touch itself.
+    Otherwise the order of its cells would be ambiguous.
 
     mazes, answers: Tokens, uint8 [count, cells].
     """
@@ -42,7 +42,10 @@ def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
-    """Returns the number of cells of a shortest path in each maze: int64 [count]. 0 if there is no path."""
+    """Returns the number of cells of a shortest path in each maze: int64 [count].
+
+    It is 0 if there is no path. mazes: Tokens, uint8 [count, cells].
+    """
     lengths = np.zeros(len(mazes), np.int64)
     goals = _to_bits((mazes == GOAL).T)[1:-1, 1:-1]
     for num_cells, reached in enumerate(_flood((mazes != WALL).T, (mazes == START).T), 1):
@@ -51,10 +54,10 @@ def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
 
 
 def published_answers(mazes: np.ndarray) -> np.ndarray:
-    """Returns the labels that the published dataset gives these mazes: uint8 [count, cells].
+    """Returns the label that the public dataset has for each maze: uint8 [count, cells].
 
-    A label is one of many shortest paths: the one that a breadth-first search from the start finds, with
-    neighbors in the order down, left, right, up. Every maze must have a path.
+    Of all shortest paths, a breadth-first search from the start selects one. It visits neighbors in the order
+    down, left, right, up. Every maze must have a path.
     """
     return np.array([_published_answer(maze) for maze in mazes.tolist()], np.uint8)
 
@@ -85,13 +88,10 @@ def _published_answer(maze: list[int]) -> list[int]:
 
 
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
-    """Searches many mazes at once, from their starts.
+    """Yields the cells at distance 0, 1, 2, ... from the starts of many mazes.
 
-    Yields the cells at distance 0, 1, 2, ... from the start, as bits: uint8 [size, size, count / 8, rounded
-    up]. Each cell has one bit for each maze. Ends when no maze has new cells. A yielded array is overwritten
-    two steps later.
-
-    is_open, is_start: bool [cells, count].
+    Each item is packed, as in `_to_bits`, without the border. The item after next overwrites it. Ends when no
+    maze has new cells. is_open, is_start: bool [cells, count].
     """
     front, next_front = _to_bits(is_start), _to_bits(is_start)
     unseen = _to_bits(is_open)[1:-1, 1:-1]
@@ -109,9 +109,9 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _to_bits(cells: np.ndarray) -> np.ndarray:
-    """Packs mazes, bool [cells, count], into bits: uint8 [size + 2, size + 2, count / 8, rounded up].
+    """Packs mazes, bool [cells, count], so that each byte contains one cell of 8 mazes.
 
-    Each cell has one bit for each maze. The cells of the additional border are 0.
+    Returns uint8 [size + 2, size + 2, count / 8, rounded up]. The cells of the added border are 0.
     """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
@@ -120,10 +120,6 @@ def _to_bits(cells: np.ndarray) -> np.ndarray:
 
 
 def _is_anywhere(bits: np.ndarray) -> np.ndarray:
-    """Returns for each maze whether its bit is set in any cell: bool [count, rounded up to 8].
-
-    bits: One bit for each cell of each maze, uint8 [size, size, count / 8], as `_flood` yields them.
-    """
     return np.unpackbits(np.bitwise_or.reduce(bits, axis=(0, 1))).astype(bool)
 
 
@@ -132,18 +128,11 @@ def draw_mazes(
 ) -> np.ndarray:
     """Generates random mazes with a shortest path of at least `min_path_cells` cells.
 
-    Returns tokens, uint8 [n, cells]. The number n varies and may be 0. Each maze has a random wall
-    probability from 0.3 to 0.5. Start and goal are random open cells.
+    Returns tokens, uint8 [n, size * size]. The number n of mazes varies and may be 0.
 
-    The path of nearly all random mazes is too short. At size 30 with 110 cells, as published, 1 in 50,000 is
-    long enough. So the goal is sampled only from the num_far cells that are far enough from the start, and
-    the maze is accepted with probability num_far / num_open, for num_open open cells. The accepted mazes have
-    the same distribution as if the goal were sampled from all open cells, and mazes with a short path were
-    discarded. Above size 10, the probability is min(1, num_far / num_open * size * size / 120). The
-    distribution is then nearly the same, and at size 30 this is 7 times as fast.
-
-    stream, index: Select the random numbers (`dataset.randomness`). is_perfect: Whether to generate mazes
-    with exactly one path between any two cells instead (`_dig_perfect_mazes`).
+    seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`. is_perfect: If
+    True, every maze has exactly one path between any two cells. If False, each cell is a wall with a
+    probability from 0.3 to 0.5, which is random for each maze.
     """
     num_cells = size * size
     count = max(min(_BATCH_CELLS // num_cells, _BATCH_MAZES) // 8 * 8, 8)
@@ -170,6 +159,12 @@ def draw_mazes(
     is_far = (far.reshape(num_cells, -1)[:, found // 8] >> (7 - found % 8) & 1).astype(bool).T
     is_open = is_open[:, found].T
     num_far, num_open = np.count_nonzero(is_far, axis=1), np.count_nonzero(is_open, axis=1)
+    # The path of nearly all random mazes is too short. At size 30 with 110 cells, as published, 1 in 50,000
+    # is long enough. So sample the goal only from the num_far cells that are far enough from the start, and
+    # accept the maze with probability num_far / num_open. The accepted mazes have the same distribution as
+    # if the goal were sampled from all open cells, and mazes with a short path were discarded. Above size
+    # 10, the probability is min(1, num_far / num_open * size * size / 120). The distribution is then nearly
+    # the same, and at size 30 this is 7 times as fast.
     weights = num_far * max(num_cells, _FULL_WEIGHT_CELLS)
     is_kept = random_below(keep_bits[found], num_open * _FULL_WEIGHT_CELLS) < weights
     found, is_far, is_open, num_far = found[is_kept], is_far[is_kept], is_open[is_kept], num_far[is_kept]
@@ -183,10 +178,10 @@ def draw_mazes(
 
 
 def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
-    """Digs mazes without loops by depth-first search. Returns the open cells, bool [cells, count].
+    """Makes mazes without loops by depth-first search. Returns their open cells, bool [cells, count].
 
-    The highest cell is dug first. The next one is the highest cell that touches the last dug cell and no
-    other dug cell. If there is none, the search goes back to the cell that was dug before.
+    The search starts at the highest cell. It continues at the highest neighbor that touches no other open
+    cell. If there is none, it goes back.
 
     heights: Random height of each cell, uint16 [cells, count].
     """

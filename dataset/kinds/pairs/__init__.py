@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from dataset.description import read_every_name
-from dataset.kinds.kind import Kind, RowEvaluator
+from dataset.kinds.evaluator import RowEvaluator
+from dataset.kinds.kind import Kind
 from dataset.metadata import Metadata
 
 

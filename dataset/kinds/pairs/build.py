@@ -122,13 +122,10 @@ def check_options(options: argparse.Namespace) -> None:
 def write_pairs(
     pairs: list[Pair], options: argparse.Namespace, *, builder: str, instead: dict[str, Any]
 ) -> None:
-    """Writes a dataset of pairs (input grid, output grid).
+    """Writes a dataset of pairs (input grid, output grid), with training and test split.
 
-    Divides the pairs into training and test split, converts them to tokens, and samples augmented copies for
-    training.
-
-    options: Parsed command line. builder: Name of the builder, such as "pairs". instead: {option: value}. The
-    manifest, a JSON file in the dataset, records these values in place of the passed ones.
+    pairs: All pairs of both splits. options: Parsed command line. builder: Name of the builder, such as
+    "pairs". instead: {option: value}. The dataset records these values instead of the passed ones.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -169,11 +166,6 @@ def write_pairs(
 
 
 def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
-    """Returns the pairs without repeated pairs and without pairs larger than `max_size`.
-
-    Prints how many pairs are left out. Raises ValueError if all are larger. max_size: (rows, columns), or
-    None for no limit.
-    """
     distinct = list({pair[:4]: pair for pair in reversed(pairs)}.values())[::-1]
     if num_repeats := len(pairs) - len(distinct):
         print(f"repeated pairs, used once: {num_repeats}")
@@ -188,7 +180,6 @@ def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
 
 
 def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
-    """Returns (rows, columns) that are enough for every grid of these pairs."""
     grids = [grid for pair in pairs for grid in (pair.input, pair.output)]
     return max(map(len, grids)), max(len(grid[0]) for grid in grids)
 
@@ -196,11 +187,10 @@ def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
 def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str, list[Pair]]:
     """Divides pairs into {"train": pairs, "test": pairs}.
 
-    If the pairs have a split, uses it. Otherwise, a random fraction of the different inputs of each task
-    becomes the test split. Raises ValueError if a split would be empty, or if the pairs have a split and
-    `fraction` is not None.
+    If the pairs have no split, random inputs of each task are held out for testing. Raises ValueError if a
+    split would be empty, or if `fraction` is given although the pairs have a split.
 
-    fraction: Value of --test-fraction. If None, a default is used.
+    fraction: Fraction of each task's inputs to hold out. If None, 0.1.
     """
     if any(pair.split for pair in pairs):
         if fraction is not None:
@@ -231,11 +221,6 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
 
 
 def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
-    """Warns about pairs that are probably mistakes, such as an input with several outputs.
-
-    Each warning says how many pairs, and where the first one is. program: Start of the warning, such as
-    "build pairs".
-    """
     pairs = splits["train"] + splits["test"]
 
     def warn_of(odd: list[Pair], text: str) -> None:
@@ -254,10 +239,6 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
 
 
 def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
-    """Collects all symbols of the pairs, sorted, and finds a size that fits every grid.
-
-    Integers come first, by value. is_square: Whether the size must be a square, so that grids can be rotated.
-    """
     found = {cell for pair in pairs for grid in pair[:2] for row in grid for cell in row}
     if len(found) > _MAX_SYMBOLS:
         raise ValueError(f"the pairs have {len(found)} different symbols. The maximum is {_MAX_SYMBOLS}.")
@@ -281,9 +262,8 @@ def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
 def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.Namespace) -> np.ndarray:
     """Samples transforms that make augmented copies of each pair: uint8 [pairs, 1 + copies, 1 + symbols].
 
-    A transform says how to rotate or mirror the grids (`dihedral`), then the new symbol of each symbol. The
-    first one of each pair changes nothing. vocabulary: The symbols. options: Parsed command line. It says
-    which symmetries to use, and how many copies.
+    The first number of a transform selects a rotation or mirroring (`dihedral`). The others are the new index
+    of each symbol. The first transform of each pair changes nothing.
     """
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
@@ -308,8 +288,8 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
 def free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
     """Returns the indices of the symbols that augmentation may exchange: int64 [n].
 
-    These are all symbols except `fixed`, the value of --fixed-symbols. Raises ValueError if it names an
-    unknown symbol, or if fewer than two symbols are left.
+    fixed: Value of --fixed-symbols, the symbols that must stay. Raises ValueError if one of them is unknown,
+    or if fewer than two symbols may be exchanged.
     """
     named = (fixed or "").split() if vocabulary.parts_by_spaces else list(fixed or "")
     if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:

@@ -52,10 +52,12 @@ _MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a pa
 
 
 class Pair(NamedTuple):
-    """An input grid and its output grid, as read from a file. A grid is a tuple of rows of symbols.
+    """An input grid and its output grid. A grid is a tuple of rows of symbols.
 
-    task: Name of the task, or "". split: "train", "test", or "" if the source does not say it. where: File
-    and line.
+    Attributes:
+        task: Name of the task, or "".
+        split: "train" or "test". It is "" if the file does not say it.
+        where: File and line that contain the pair, for messages.
     """
 
     input: Cells
@@ -66,11 +68,12 @@ class Pair(NamedTuple):
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """Selects the names of the files to read, for example ["train.jsonl", "test.jsonl"].
+    """Selects the files of a dataset of pairs by their names, training files first.
 
-    A single file with all pairs is selected too. A file may be divided into shards, such as
-    train-00000-of-00002.parquet. Training files come first. Raises ValueError for any other combination of
-    files. names: All names in a folder.
+    These are one training file and one test file, or one file with all pairs. Each may be divided into
+    shards, such as train-00000-of-00002.parquet. Raises ValueError for any other combination.
+
+    names: Names of all files in a folder.
     """
     found = sorted(name for name in names if name.endswith(_ENDINGS))
     if any(name.endswith(_ENDINGS[:-2]) for name in found):  # then .json files only describe the data
@@ -92,17 +95,12 @@ def choose_files(names: Sequence[str]) -> list[str]:
 
 
 def _check_pieces(names: list[str]) -> None:
-    """Checks file names that differ only in their ending or in the number of a shard.
-
-    Accepts a single name, or all shards of a file, such as train-00000-of-00002.parquet. Raises ValueError if
-    a shard is missing, or if there are two files, such as train.csv and train.jsonl.
-    """
     first, *others = names
     if not (match := _SHARD.search(first)):
         if others:
             raise ValueError(f"has both {first} and {others[0]}. Remove one of them.")
         return
-    num = int(match[1])
+    num = int(match[1])  # of shards
     if [shard and int(shard[0][1:6]) for shard in map(_SHARD.search, names)] != [*range(num)]:
         raise ValueError(f"has {len(names)} of the {num} shards {printable(first)}, ... All are needed.")
 
@@ -116,10 +114,10 @@ def _list_endings() -> str:
 
 
 def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tuple[list[Pair], list[str]]:
-    """Reads all pairs (input grid, output grid) of some files.
+    """Reads all pairs (input grid, output grid) of some files. Returns (pairs, names of unused fields).
 
-    Returns (pairs, names of unused fields). Raises ValueError, with file and line, if a pair is not valid.
-    fields: Names in the files of the input field and the output field.
+    fields: Names of the input field and the output field in the files. Raises ValueError with file and line
+    if a pair is not valid.
     """
     pairs, others, stems = [], set(), {_stem(path.name) for path in files}
     for path in files:
@@ -160,10 +158,10 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
 
 
 def _without_separators(pairs: list[Pair]) -> list[Pair]:
-    """Returns the pairs without spaces between symbols. Prints how many pairs this changes.
+    """Removes the spaces between symbols, and prints how many pairs this changes.
 
-    A space separates symbols if in all grids with spaces, every second cell of a row is a space and no other
-    cell is one. Otherwise, spaces are symbols, and the pairs are returned unchanged.
+    The pairs are returned unchanged if a space may be a symbol. Example: the rows "1 2 3" have spaces between
+    symbols, but "1  3" does not.
     """
 
     def separated(grid: Cells) -> bool:
@@ -185,9 +183,10 @@ def _without_separators(pairs: list[Pair]) -> list[Pair]:
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
-    """Converts a JSON object {"input": ..., "output": ...} to a pair. It may also have "task" and "split".
+    """Converts a dict {"input": ..., "output": ...} from a file to a pair.
 
-    Raises ValueError if it is not valid. where: File and line, to store in the pair.
+    It may also contain "task" and "split". Raises ValueError if it is not valid. where: File and line, to
+    store in the pair.
     """
     for field in _GRIDS:
         if row.get(field) is None:
@@ -239,13 +238,13 @@ def _shown(value: Any) -> str:
 
 
 def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
-    """Converts the text of a table cell that is a JSON list, such as "[1, 2]", to a list.
+    """Converts a table cell with the text of a JSON list to this list.
 
-    Only texts with `is_cell` that start with "[" are converted. Raises ValueError if they are not JSON. Also
-    raises ValueError for a text like "[1 2]" or "(1, 2)", as Python or numpy prints lists. Its characters
-    would be read as symbols. Returns any other value unchanged.
+    Example: "[1, 2]" becomes [1, 2]. Any other value is returned unchanged. Raises ValueError for a list in
+    another notation, such as "[1 2]".
 
-    field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table.
+    field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table. If
+    False, the text of a JSON list also raises ValueError.
     """
     if not isinstance(value, str):
         return value
@@ -264,17 +263,12 @@ def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields (line number, JSON value) for each line of a file. Empty lines are left out."""
     for line, text in enumerate(read_lines(path), 1):
         if text.strip():
             yield line, parse_json(text, where=f"{path}:{line}:")
 
 
 def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields (number from 1, item) for each item of the JSON array in a file.
-
-    Raises ValueError if the file contains no array.
-    """
     if not isinstance(items := read_json(path), list):
         raise ValueError(f"{path} is not a list of pairs")
     return enumerate(items, 1)
@@ -287,10 +281,6 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    """Reads the first sheet of an Excel file. Yields (row number, {column: text}).
-
-    The first row contains the names of the columns. Empty rows are left out. A formula counts as its value.
-    """
     openpyxl = _import("openpyxl", path)
     try:
         with open_regular(path) as opened:
@@ -318,7 +308,7 @@ def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _text_of(cell: Any, where: str) -> str:
-    """Returns the text of an Excel cell. It is "" for an empty cell.
+    """Returns the text of an Excel cell, "" if it is empty.
 
     Raises ValueError if the cell is neither a text nor an integer of up to 15 digits. Excel has then probably
     changed what was typed, for example to a date. where: File and row, for the message.

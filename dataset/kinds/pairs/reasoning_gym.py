@@ -44,10 +44,10 @@ TASKS = {
 
 
 def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
-    """Converts a puzzle of the package reasoning-gym to pairs {"input": ..., "output": ...}.
+    """Yields a puzzle of the package reasoning-gym as one or more dicts {"input": ..., "output": ...}.
 
-    Yields one pair for most tasks, and nothing if the puzzle has several answers. task: Name of the task.
-    puzzle: A dict with "question", "answer" and "metadata".
+    Yields nothing if the puzzle has several answers. task: Name of the task, such as "maze". puzzle: A dict
+    with "question", "answer" and "metadata".
     """
     info, answer = puzzle["metadata"], puzzle["answer"]
     if task == "arc_1d":
@@ -93,8 +93,6 @@ def build(options: argparse.Namespace) -> None:
 
 
 class _List(argparse.Action):
-    """The option --list: prints the tasks of the package with their options, and exits."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for task, summary in TASKS.items():
             options = " ".join(f"{key}={value}" for key, value in _defaults(task).items())
@@ -103,7 +101,7 @@ class _List(argparse.Action):
 
 
 def _registry() -> dict[str, tuple[type, type]]:
-    """Returns {task: (class of its puzzles, class of its config)} of the package reasoning-gym.
+    """Returns {task: (class of its dataset, class of its config)} of the package reasoning-gym.
 
     Raises ValueError if the package is not installed.
     """
@@ -117,18 +115,11 @@ def _registry() -> dict[str, tuple[type, type]]:
 
 
 def _defaults(task: str) -> dict[str, Any]:
-    """Returns {option: default value} of a task of reasoning-gym."""
     fields = dataclasses.fields(_registry()[task][1])
     return {field.name: field.default for field in fields if field.name not in ("seed", "size")}
 
 
 def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> list[Pair]:
-    """Generates `size` pairs with different inputs from a task of the package reasoning-gym.
-
-    Raises ValueError if the options are not valid, or if the task gives too few different pairs.
-
-    options: {option of the task: value}.
-    """
     defaults = _defaults(task)
     if unknown := [option for option in options if option not in defaults]:
         raise ValueError(f"--options: {task} has no {unknown[0]}, only {', '.join(defaults)}.")

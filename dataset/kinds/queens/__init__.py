@@ -46,10 +46,9 @@ def all_solutions(size: int) -> np.ndarray:
 
 
 def all_inputs(size: int) -> np.ndarray:
-    """Returns all different boards that a solution becomes if only 1 to 3 of its queens are left.
+    """Returns all boards with 1 to 3 queens that have a solution: tokens, uint8 [n, cells].
 
-    Tokens, uint8 [n, cells], in ascending order. For 8x8 boards, 5 to 7 queens were removed, as in the
-    published data.
+    Each board occurs once. The published 8x8 boards are of the same form.
     """
     solutions = all_solutions(size)
     cells = (solutions == QUEEN).nonzero()[1].reshape(-1, size)
@@ -63,10 +62,6 @@ def all_inputs(size: int) -> np.ndarray:
 
 
 def are_valid(inputs: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns whether answers keep the given queens and have n queens without attacks: bool [n].
-
-    inputs, answers: Tokens, [n, cells].
-    """
     size = math.isqrt(inputs.shape[1])
     is_queen = (answers == QUEEN).reshape(-1, size, size)
     ones = (is_queen.sum(axis=1) == 1).all(axis=1) & (is_queen.sum(axis=2) == 1).all(axis=1)
@@ -78,7 +73,6 @@ def are_valid(inputs: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def find_answers(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all right answers, uint8 [total, cells], and their number for each input, int64 [n]."""
     solutions = all_solutions(math.isqrt(inputs.shape[1]))
     indices, counts = find_consistent(inputs == QUEEN, solutions != QUEEN)
     return solutions[indices], counts
@@ -88,10 +82,6 @@ RULES = AnswerRules(are_valid, lambda _inputs, answers: answers.astype(np.uint8)
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads a board from a text: '.' for an empty cell, Q for a queen. Returns a list of one puzzle.
-
-    Raises ValueError if it is not a board.
-    """
     return read_square(text, _SYMBOLS, sizes=SIZES, answer_rules=RULES)
 
 

@@ -53,7 +53,10 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _orbits(inputs: np.ndarray) -> np.ndarray:
-    """Returns the number of the class of each input: int64 [n], from 0. A class has all symmetric copies."""
+    """Numbers the inputs so that rotated and mirrored copies of a board get the same number.
+
+    Returns int64 [n], numbers from 0.
+    """
     apply = find_augmentation("square").apply
     images = [
         apply(inputs, np.full((len(inputs), 1), number, np.uint8), None) for number in range(NUM_DIHEDRAL)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.kinds.kind import FAINT, Kind, Puzzle, RowEvaluator, Rules, Style
+from dataset.kinds.evaluator import RowEvaluator
+from dataset.kinds.kind import FAINT, Kind, Puzzle, Rules, Style
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
     Box,
@@ -44,11 +45,9 @@ def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[str, np.ndarray]:
-    """Checks answers to Sudokus by the rules. Returns {"valid": bool [n]}.
+    """Checks by the rules whether answers to Sudokus are right. Returns {"valid": bool [n]}.
 
-    An answer is valid if every row, column and box contains each digit once, and no clue of the input is
-    changed.
-
+    Every row, column and box must contain each digit once. The clues of the input must not be changed.
     inputs, preds: Puzzles and answers, tokens [n, seq_len]. box: (rows, columns) of a box.
     """
     is_digit = (preds >= _DIGIT_1) & (preds < _DIGIT_1 + box[0] * box[1])
@@ -59,9 +58,7 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class SudokuPuzzle(Puzzle):
-    """A Sudoku that a user wants to solve. box: (rows, columns) of a box."""
-
-    box: Box = (3, 3)
+    box: Box = (3, 3)  # rows and columns of a box
 
     @functools.cached_property
     def remark(self) -> str | None:
@@ -77,9 +74,9 @@ class SudokuPuzzle(Puzzle):
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads one or more Sudokus from a text, in the formats of `dataset.kinds.sudoku.texts`.
+    """Reads one or more Sudokus from a text, in any format of `dataset.kinds.sudoku.texts`.
 
-    Raises ValueError if a Sudoku is not valid. In a list of several, the message has its line.
+    Raises ValueError if a Sudoku is not valid. If there are several, the message contains the line.
     """
     grids, puzzles = read_grids(text), []
     for grid in grids:
@@ -91,10 +88,6 @@ def read_puzzles(text: str) -> list[Puzzle]:
 
 
 def _puzzle(grid: GridText) -> SudokuPuzzle:
-    """Converts the cells of a text to a puzzle.
-
-    Raises ValueError if they are not a Sudoku grid, or if the clues contradict each other.
-    """
     if unknown := next((cell for cell in grid.cells if cell not in EMPTY_CELLS + SYMBOLS), None):
         raise ValueError(
             f"{unknown!r} is not a cell of a Sudoku. Use digits, and '.', '0', '_' or '-' for empty cells."

@@ -142,14 +142,10 @@ def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarra
 
 
 def _has_several_solutions(tokens: np.ndarray, *, box: rules.Box) -> bool:
-    """Returns whether a puzzle, tokens [cells], has several solutions.
-
-    Returns False if counting takes too long.
-    """
     try:
         return rules.count_solutions((tokens - 1).tolist(), box=box) > 1
     except rules.TooHardError:
-        return False
+        return False  # counting takes too long
 
 
 def _draw(
@@ -173,12 +169,10 @@ def _draw(
 
 
 def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
-    """Returns the inputs of training pairs with clues added: uint8 [n, cells].
+    """Adds random clues to the inputs of training examples. Returns the new inputs, uint8 [n, cells].
 
-    Each input gets a random number of clues from clues[0] to clues[1]. An input that already has more is not
-    changed.
-
-    train: Pairs (input, label), uint8 [n, 2, cells].
+    train: Examples (input, label), uint8 [n, 2, cells]. clues: Minimum and maximum of the number of clues
+    after this. An input with more clues is not changed.
     """
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
@@ -191,12 +185,12 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
 def _draw_transforms(
     num_groups: int, num_aug: int, *, num_examples: int, box: rules.Box, seed: int
 ) -> np.ndarray:
-    """Samples transforms that make augmented copies of each puzzle: uint8 [puzzles, 1 + num_aug, bytes].
+    """Samples transforms that make augmented copies of each puzzle: uint8 [num_groups, 1 + num_aug, bytes].
 
-    The first transform of each puzzle changes nothing. A copy may equal a test puzzle. With 2x2 boxes this is
-    common, because all minimal puzzles are copies of 36 puzzles.
+    The first transform of each puzzle changes nothing.
 
-    num_groups: Number of puzzles. num_examples: Number of examples of each puzzle, to check the total.
+    num_groups: Number of puzzles. num_examples: Examples of each puzzle. Raises ValueError if there are too
+    many examples in total.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
     width, first = symmetries.bits_per_symmetry(box), symmetries.no_symmetry(box)
@@ -209,10 +203,6 @@ def _draw_transforms(
 
 
 def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndarray:
-    """Reads the puzzles of a file. Returns pairs (input, label) of tokens, uint8 [n, 2, cells].
-
-    Checks all answers. Solves puzzles that have no answer. Leaves out puzzles below --min-difficulty.
-    """
     names, size = ["question", "answer"], box[0] * box[1]
     least, num_solved = options.min_difficulty, 0
     if least is not None:
@@ -256,9 +246,10 @@ def _tables(
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads a CSV file or a list of Sudokus. Yields (line numbers, {column: texts}) in chunks.
 
-    The result has no column "answer" if the file has no answers. names: Needed columns, ["question",
-    "answer"] and maybe "rating". num_cells: Number of cells of a Sudoku. column_names: Value of the option
-    --columns.
+    Without answers in the file, there is no column "answer".
+
+    names: Columns to read, ["question", "answer"] and maybe "rating". num_cells: Number of cells of a Sudoku.
+    column_names: Value of --columns.
     """
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)
@@ -284,10 +275,6 @@ def _tables(
 
 
 def _solve(question: list[int], *, box: rules.Box, where: str) -> list[int]:
-    """Returns the only solution of a Sudoku, as digits. Raises ValueError if there is none, or more than one.
-
-    where: File and line, for the message.
-    """
     try:
         solutions = rules.find_solutions(question, box=box)
     except rules.TooHardError as error:

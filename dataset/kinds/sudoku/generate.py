@@ -27,22 +27,22 @@ _OTHERS = 6  # solutions that it compares
 def generate_puzzle(
     seed: int, *, stream: int, index: int, box: Box, clues: range | None = None
 ) -> tuple[list[int], list[int]] | None:
-    """Generates a Sudoku with one solution. Returns (puzzle, solution) as digits, or None.
+    """Generates a Sudoku with one solution. Returns (puzzle, solution) as digits, 0 for an empty cell.
 
-    The puzzle is minimal: without any of its clues, it has several solutions.
+    The puzzle is minimal: without any one of its clues, it has several solutions. Puzzles larger than 9x9 may
+    have clues that are not needed.
 
-    Clues of a random full grid are removed in random order. A clue stays if the puzzle without it has a
-    solution with another digit in the cell. The solver decides this exactly. One pass is enough, because a
-    clue that is needed among many clues is also needed among fewer. A grid larger than 9x9 may have spare
-    clues. There, a clue also stays if a few guesses cannot decide, and no clue is removed below the minimum
-    of `clues`.
-
-    stream, index: Select the random numbers (`dataset.randomness`). clues: Range of the number of clues. If
-    the puzzle has fewer, clues are added (`with_more_clues`). If it has more, returns None.
+    seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`. box: (rows,
+    columns) of a box. clues: Range of the number of clues. If the minimal puzzle has fewer, random clues are
+    added. If it has more, returns None.
     """
     size, num_cells, every_digit = boards_of(box)[:3]
     bits = random_bits(seed, stream=stream, index=index, count=num_cells * (size + 2) + 1)
     bits, clue_bits = np.split(bits, [num_cells * (size + 1)])
+    # Clues of a random full grid are removed in random order. A clue stays if the puzzle without it has a
+    # solution with another digit in the cell. The solver decides this exactly. One pass is enough, because a
+    # clue that is needed among many clues is also needed among fewer. In a grid larger than 9x9, a clue also
+    # stays if a few guesses cannot decide, and no clue is removed below the minimum of `clues`.
     digit_orders = random_orders(bits[num_cells:].reshape(num_cells, size)).tolist()
     answer = next(search_boards((1 << size * num_cells) - 1, box, digit_orders=digit_orders))
     given, empty = answer, 0
@@ -69,13 +69,12 @@ def generate_puzzle(
 def make_harder(
     question: Sequence[int], grid: Sequence[int], *, box: Box, least: float, bits: BitStream
 ) -> list[int] | None:
-    """Exchanges clues of a Sudoku until the solver needs at least `least` guesses. Returns the new puzzle.
+    """Exchanges random clues of a Sudoku until the solver needs at least `least` guesses.
 
-    This is a local search. A step removes a random clue and adds up to two others, until the puzzle has one
-    solution again. A step is kept if the puzzle needs at least as many guesses as before. Returns None if
-    many steps in a row do not raise the number of guesses.
+    Returns the digits of the new puzzle, or None if the search gives up. The puzzle still has one solution.
 
-    grid: The only solution. bits: Random integers.
+    question: Digits of the puzzle, 0 for an empty cell. grid: Digits of its solution. bits: Source of random
+    numbers.
     """
 
     def draw(cells: list[int]) -> int:
@@ -86,6 +85,8 @@ def make_harder(
     except TooHardError:
         return None
     most_clues = sum(digit > 0 for digit in question) + _MORE_CLUES
+    # A step removes a random clue and adds up to two others, until the puzzle has one solution again. A step
+    # is kept if the puzzle needs at least as many guesses as before.
     while rating < least:
         if (misses := misses + 1) > _MOST_MISSES:
             return None
@@ -119,12 +120,11 @@ def make_harder(
 def with_more_clues(
     question: Sequence[int], grid: Sequence[int], *, clues: range, bits: np.ndarray
 ) -> list[int] | None:
-    """Adds random clues to a Sudoku. Returns the digits of the new puzzle, row by row, 0 for an empty cell.
+    """Adds random clues to a Sudoku. Returns the digits of the new puzzle.
 
-    The new number of clues is a random one of the numbers in `clues` that the puzzle does not exceed. Returns
-    None if the puzzle has more clues than all of them.
-
-    question: Digits of the puzzle. grid: Digits of its solution. bits: Random uint64 [1 + cells].
+    question: Digits of the puzzle, 0 for an empty cell. grid: Digits of its solution. clues: Allowed numbers
+    of clues. A random one is used, but none below the present number. If the puzzle already has more than all
+    of them, returns None. bits: Random integers, uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [count for count in clues if count >= num_clues]

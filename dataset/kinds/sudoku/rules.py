@@ -28,9 +28,9 @@ class TooHardError(ValueError):
 
 @functools.cache
 def unit_cells(box: Box) -> np.ndarray:
-    """Returns the indices of the cells of each row, then each column, then each box: [3 * n, n].
+    """Returns the indices of the cells of each row, then of each column, then of each box.
 
-    n is the number of digits. box: (rows, columns) of a box.
+    The result has shape [3 * n, n], for n digits. box: (rows, columns) of a box.
     """
     rows, columns = box
     size = rows * columns
@@ -42,7 +42,7 @@ def unit_cells(box: Box) -> np.ndarray:
 def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
     """Returns for each grid whether every row, column and box contains each digit once: bool [count].
 
-    grids: Digits, [count, n * n].
+    grids: Digits, [count, cells]. box: (rows, columns) of a box.
     """
     units = unit_cells(box)
     digit_bits = np.left_shift(1, grids, dtype=np.uint32)
@@ -58,7 +58,8 @@ def find_solutions(
 ) -> list[list[int]]:
     """Returns up to `limit` solutions of a Sudoku, each a list of digits.
 
-    Raises TooHardError after `most_guesses` guesses. question: Digits row by row, 0 for an empty cell.
+    Raises TooHardError if the solver needs more than `most_guesses` guesses. question: Digits row by row, 0
+    for an empty cell. box: (rows, columns) of a box.
     """
     return find_and_count(question, box=box, limit=limit, most_guesses=most_guesses)[0]
 
@@ -66,9 +67,9 @@ def find_solutions(
 def find_and_count(
     question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
 ) -> tuple[list[list[int]], int]:
-    """Returns what `find_solutions` returns, and the number of guesses that it took.
+    """Returns the result of `find_solutions`, and the number of guesses that the solver needed.
 
-    The number of guesses for all solutions of a puzzle is its rating.
+    For a Sudoku with one solution, this number is its difficulty rating.
     """
     guesses = iter(range(most_guesses))
     found = itertools.islice(search_boards(_candidates(question, box), box, guesses=guesses), limit)
@@ -78,22 +79,27 @@ def find_and_count(
 def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
     """Returns the number of solutions of a Sudoku. Stops counting at `limit`.
 
-    Raises TooHardError after too many guesses. question: Digits row by row, 0 for an empty cell.
+    Raises TooHardError after too many guesses. question: Digits row by row, 0 for an empty cell. box: (rows,
+    columns) of a box.
     """
     return len(find_solutions(question, box=box, limit=limit))
 
 
 class _Boards(NamedTuple):
-    """Constants of the solver for one size of box. A board is one integer with a bit for each (digit, cell).
+    """Constants of the solver for one size of box.
 
-    The bit of a digit, from 0, and a cell is digit * cells + cell. It is set if the cell may hold the digit.
+    A board is an integer with one bit for each digit in each cell. Bit `digit * num_cells + cell`, with
+    digits from 0, is set if the cell may hold the digit.
 
-    num_digits, num_cells: Counts. every_digit: A board with cell 0 of every digit. Its product with a set of
-    cells is a board with these cells for every digit. units: (firsts, offsets, spread) of the rows, the
-    columns and the boxes. `firsts` is a board with the first cell of each unit, `offsets` are the distances
-    of all its cells from the first one, and a product with `spread` turns first cells into units. after_clue:
-    For each bit, a mask that removes its digit from the other cells of its row, column and box. only_digit:
-    For each bit, a mask that removes the other digits of its cell.
+    Attributes:
+        every_digit: Board with cell 0 of every digit. Its product with a set of cells is a board with these
+            cells for every digit.
+        units: (firsts, offsets, spread) of the rows, of the columns and of the boxes. `firsts` is a board
+            with the first cell of each unit. `offsets` are the distances of all cells of a unit from its
+            first cell. A product with `spread` turns first cells into units.
+        after_clue: For each bit, a mask that removes its digit from the other cells of its row, column and
+            box.
+        only_digit: For each bit, a mask that removes the other digits from its cell.
     """
 
     num_digits: int
@@ -106,7 +112,6 @@ class _Boards(NamedTuple):
 
 @functools.cache
 def boards_of(box: Box) -> _Boards:
-    """Returns the bit masks that the solver needs for grids with this box."""
     units = unit_cells(box).tolist()
     size, num_cells = len(units[0]), len(units[0]) ** 2
     peers = [0] * num_cells
@@ -131,10 +136,6 @@ def boards_of(box: Box) -> _Boards:
 
 
 def _candidates(question: Sequence[int], box: Box) -> int:
-    """Returns the board (`_Boards`) of a question: each clue in its cell, all digits in an empty cell.
-
-    question: Digits row by row, 0 for an empty cell.
-    """
     boards = boards_of(box)
     empty = sum(1 << cell for cell, digit in enumerate(question) if not digit)
     clues = sum(1 << (digit - 1) * boards.num_cells + cell for cell, digit in enumerate(question) if digit)
@@ -142,7 +143,7 @@ def _candidates(question: Sequence[int], box: Box) -> int:
 
 
 def digits_of(solution: int, box: Box) -> list[int]:
-    """Returns the digits of a board with one digit in each cell, row by row."""
+    """Converts a solved board (an integer, see `_Boards`) to digits, row by row."""
     size, num_cells = boards_of(box)[:2]
     grid = [0] * num_cells
     for digit in range(size):
@@ -152,7 +153,6 @@ def digits_of(solution: int, box: Box) -> list[int]:
 
 
 def _bits(board: int) -> Iterator[int]:
-    """Yields the positions of the bits that are set, in ascending order."""
     while board:
         lowest = board & -board
         board ^= lowest
@@ -167,17 +167,23 @@ def search_boards(
     unplaced: int | None = None,
     guesses: Iterator[int] | None = None,
 ) -> Iterator[int]:
-    """Yields every solution that a board (`_Boards`) allows, as a board with one digit in each cell.
+    """Yields all solutions of a Sudoku, given and returned as boards (integers, see `_Boards`).
 
-    The solver fills in cells with one possible digit (naked singles), then digits with one possible cell
-    (hidden singles). Then it guesses the digit of a cell with two possible digits. If there is no such cell,
-    it guesses the cell of a digit that has two possible cells in a row, column or box. It works on all digits
-    at once, because one operation on a long integer takes little more time than one on a short integer.
-
-    digit_orders: Order in which each cell tries digits. If given, it guesses only digits of cells. unplaced:
-    Cells with a known digit that is not yet removed from their row, column and box, one bit each. guesses:
-    Iterator that limits the guesses. Each guess takes one item. If no item is left, raises TooHardError.
+    Args:
+        board: Digits that each cell may hold.
+        box: (rows, columns) of a box.
+        digit_orders: Order in which the solver guesses the digits of each cell. If None, it guesses in a
+            fixed order, and may also guess the cell of a digit.
+        unplaced: Cells to solve, as an integer with one bit for each cell. Other cells have one digit, which
+            is already removed from their row, column and box. If None, all cells.
+        guesses: Iterator that gives one item for each allowed guess. Without an item, TooHardError is raised.
+            If None, the number of guesses is not limited.
     """
+    # The solver fills in cells with one possible digit (naked singles), then digits with one possible cell
+    # (hidden singles). Then it guesses the digit of a cell with two possible digits. If there is no such
+    # cell, it guesses the cell of a digit that has two possible cells in a row, column or box. It works on
+    # all digits at once, because one operation on a long integer takes little more time than on a short
+    # one.
     num_digits, num_cells, every_digit, units, after_clue, only_digit = boards_of(box)
     all_cells = (1 << num_cells) - 1
     unplaced = all_cells if unplaced is None else unplaced

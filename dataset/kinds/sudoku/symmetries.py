@@ -8,12 +8,11 @@ from dataset.randomness import random_orders
 
 
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
-    """Makes random transforms of Sudokus from random integers. Returns uint8 [count, 1 + 3 n], for n digits.
+    """Samples transforms that exchange rows, columns and digits of a Sudoku and keep it valid.
 
-    A transform exchanges rows, columns and digits so that the Sudoku stays valid. `sudoku_parts` describes
-    its bytes.
+    Returns uint8 [count, 1 + 3 n], for n digits. `dataset.augmentations.sudoku_parts` describes these bytes.
 
-    bits: Random 64-bit integers, uint64 [count, bits_per_symmetry(box)]. box: (rows, columns) of a box.
+    bits: Random integers, uint64 [count, bits_per_symmetry(box)]. box: (rows, columns) of a box.
     """
     rows, columns = box
     count, size = len(bits), rows * columns
@@ -41,10 +40,11 @@ def bits_per_symmetry(box: Box) -> int:
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Returns random orders of the n rows, int64 [count, n], that keep the rows of a box together.
+    """Samples orders of the rows of a Sudoku that keep the rows of each box together.
 
-    Works for columns too. blocks: Random bits for the order of the boxes, [count, boxes]. in_blocks: Random
-    bits for the order inside each box, [count, boxes, rows].
+    The result is int64 [count, rows]. It can also be used for columns. blocks: Random integers for the order
+    of the boxes, [count, boxes]. in_blocks: Random integers for the order within each box, [count, boxes,
+    rows of a box].
     """
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)

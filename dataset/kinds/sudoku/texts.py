@@ -31,7 +31,7 @@ class GridText:
     Attributes:
         line: Number of its first line, from 1.
         cells: Cells row by row, as characters of `SYMBOLS`, or "." for an empty cell.
-        answer: The solution in the same form. None if the text does not have it.
+        answer: The solution in the same form. None if the text does not contain it.
     """
 
     line: int
@@ -40,11 +40,13 @@ class GridText:
 
 
 def in_symbols(*texts: str, num_cells: int) -> list[str]:
-    """Converts Sudoku grids to texts with one character for each cell: a digit, a letter, or ".".
+    """Rewrites Sudoku grids with one character for each cell.
 
-    "." is an empty cell. Example: the digits 0 to F of a 16x16 grid become 1 to G. Unknown characters stay.
+    The digits become 1 to 9, then A to P. An empty cell becomes ".". Example: the digits 0 to F of a 16x16
+    grid become 1 to G. Unknown characters stay.
 
-    texts: Grids that use the same digits, such as a puzzle and its answer.
+    texts: Grids with the same notation, such as a puzzle and its answer. num_cells: Number of cells of a
+    grid.
     """
     grids = ["".join(_split_cells(text)).upper() for text in texts]
     used = set("".join(grids))
@@ -61,9 +63,9 @@ def in_symbols(*texts: str, num_cells: int) -> list[str]:
 def read_grids(text: str) -> list[GridText]:
     """Finds the Sudokus in a text.
 
-    A text contains one or more grids of several lines each. Or it is a list with a puzzle in every line. A
-    line may also contain other fields, such as a number. If a full grid follows a puzzle and contains all its
-    clues, it is the puzzle's answer. Raises ValueError for JSON, or if a line of a list has no puzzle.
+    The text is one or more grids of several lines each, or a list with a puzzle in every line. Such a line
+    may also contain other fields, such as a number. A full grid after a puzzle becomes its `answer` if it
+    contains all clues of the puzzle. Raises ValueError for JSON, or if a line of a list has no puzzle.
     """
     if "{" in text:
         raise ValueError("it is not a list of puzzles with a character for each cell")
@@ -92,11 +94,11 @@ def read_grids(text: str) -> list[GridText]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields (number, text) of the lines of a text that contain cells.
+    """Yields (line number, line) for the lines of a text that contain cells of a puzzle.
 
-    Leaves out comments after # and titles such as "Grid 01". Some programs write headings such as [Puzzle]
-    and [State]. Then only the lines after [Puzzle] are yielded and, if they have no empty cell, those after
-    [State]. The latter are the solution.
+    Comments after "#" and titles such as "Grid 01" are left out. Lines after a heading other than [Puzzle]
+    are left out. But the lines after [State] are yielded last if they have no empty cell. They contain the
+    solution.
     """
     section, state = "puzzle", []
     for line_number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
@@ -112,10 +114,10 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_cells(text: str) -> Sequence[str]:
-    """Splits a text into cells: texts in a list, or the characters of one text.
+    """Splits a text into the texts of its cells.
 
-    Examples: "1 16 . 3" is split at the spaces, "1.3." into characters. A text is split at spaces, tabs,
-    semicolons or commas only if this gives the right number of cells for a row or a grid.
+    Examples: "1 16 . 3" gives four cells, and so does "1.3.". The text is only split at spaces, tabs,
+    semicolons or commas if this gives as many cells as a row or a grid has.
     """
     text = re.sub(r"[]|[]", " ", text)
     separator = next((character for character in "\t;," if character in text), None)
@@ -130,11 +132,10 @@ def _split_cells(text: str) -> Sequence[str]:
 
 
 def _complete_grids(line: str) -> list[str]:
-    """Returns the Sudoku grids in one line of text. A grid has all its cells in this line.
+    """Returns the Sudoku grids that are complete in one line of text, or [].
 
-    Example: "17,<81 cells>,<81 cells>" gives the two texts of 81 cells. If no field of the line is a grid,
-    but the line without separators is, returns the latter. Some cells of a grid may be empty. Grids of fewer
-    than 36 cells are not found. Returns [] if there is no grid.
+    Example: "17,<81 cells>,<81 cells>" gives two texts of 81 cells. Grids of fewer than 36 cells are not
+    found, because they may be a row of a larger grid.
     """
     fields = [field.strip("\"'") for field in _BETWEEN.split(line)]
     joined = "".join(_split_cells(line))
@@ -143,7 +144,6 @@ def _complete_grids(line: str) -> list[str]:
 
 
 def is_grid_of(text: str, *, num_cells: int) -> bool:
-    """Returns whether a text is a Sudoku grid of `num_cells` cells."""
     cells = "".join(_split_cells(text))
     return len(cells) == num_cells and _has_symbols(cells)
 
@@ -169,10 +169,10 @@ def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Joins rows of cells to square grids. Returns (line number, cells) of each grid.
+    """Joins rows of cells to Sudoku grids. Returns (line number, cells) of each grid.
 
-    A row that already is a grid stays as it is. If no other rule fits, for example because rows differ in
-    length, joins all rows to one grid. rows: (line number, cells) of each row.
+    Rows that already are grids are returned unchanged. Rows of different lengths are joined to one grid.
+    rows: (line number, cells) of each row.
     """
     lengths = {len(cells) for _, cells in rows}
     text = "".join(cells for _, cells in rows)
@@ -190,11 +190,10 @@ def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _answers(puzzle: str, cells: str) -> bool:
-    """Returns whether `cells` is a full grid that contains all clues of `puzzle`."""
     same_size = len(cells) == len(puzzle) and "." not in cells
     return same_size and all(clue in (".", cell) for clue, cell in zip(puzzle, cells, strict=True))
 
 
 def list_sizes() -> str:
-    """Returns a text with the numbers of cells that a Sudoku may have, such as "81 (9x9), ..."."""
+    """Returns a text with the numbers of cells that a Sudoku may have, such as "16 (4x4), ..."."""
     return ", ".join(f"{num} ({math.isqrt(num)}x{math.isqrt(num)})" for num in sorted(BOX_OF))

@@ -1,0 +1,170 @@
+"""The interface of an evaluator, which computes the metrics of one kind of puzzle, and the usual evaluator.
+
+`RowEvaluator` is enough for a kind of puzzle that checks each answer on its own. ARC has an evaluator in
+`dataset.kinds.arc.evaluator`, because the answers to its variants vote.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dataset.metadata import IGNORE_LABEL_ID
+from runtime.writing import write_json
+
+SUBMISSION_FILE, TASKS_FILE = "submission.json", "tasks.json"
+
+
+class Answers(NamedTuple):
+    """The answers of a model to one batch of examples, without padding.
+
+    Attributes:
+        inputs: int32 [n, seq_len]. n may be 0.
+        labels: int32 [n, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
+        puzzle_identifiers: Index of each example's puzzle embedding, int32 [n].
+        preds: Most probable token of each cell, uint8 or int32 [n, seq_len].
+        q_halt: Logit of the predicted probability that the answer is right, float32 [n].
+        is_decided: bool [n]. False where a search model (LDT) found no answer. None if the model always
+            answers.
+        num_samples: Number of answers to each example. The answers to one example are next to each other.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    puzzle_identifiers: np.ndarray
+    preds: np.ndarray
+    q_halt: np.ndarray
+    is_decided: np.ndarray | None = None
+    num_samples: int = 1
+
+
+class Evaluator(Protocol):
+    """Computes the metrics of one kind of puzzle on a dataset folder."""
+
+    samples_vote: bool
+    """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one.
+
+    If True, all samples of a search model (LDT) run to their end.
+    """
+
+    only_answered: bool
+    """Whether only examples that `add` got count. If False, a missing answer may count as wrong."""
+
+    def add(self, set_name: str, answers: Answers) -> None:
+        """Adds the model's answers to one batch of examples of the test set `set_name`."""
+
+    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
+        """Returns whether answers obey the rules of the puzzle: bool [n]. Labels are not used.
+
+        Returns None if the kind of puzzle has no rules. inputs, preds: Inputs and answers, tokens [n,
+        seq_len].
+        """
+
+    def partial(self) -> Any:
+        """Returns the counts of this process. They are pickled and sent to rank 0."""
+
+    def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
+        """Computes the metrics from the counts of all processes. Called on rank 0.
+
+        Returns {set: {metric: value}}, for example {"all": {"sudoku/exact_accuracy": 0.91, "sudoku/count":
+        1000}}. A test set without data is left out. partials: Result of `partial` of every rank.
+        """
+
+    def write(self, folder: Path) -> None:
+        """Writes the evaluator's files, if any, into a folder. Called on rank 0 after `metrics`."""
+
+
+class RowEvaluator:
+    """Computes the fraction of right answers, if each answer can be checked on its own.
+
+    An answer passes the check `exact` if all scored cells are right. The function `check` adds other checks,
+    such as `valid`. Examples without labels do not count.
+    """
+
+    samples_vote, only_answered = False, True
+
+    def __init__(
+        self,
+        kind: str,
+        check: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]],
+        *,
+        tasks: Sequence[str] = (),
+    ):
+        """Creates an evaluator that has no answers yet.
+
+        Args:
+            kind: Name of the kind of puzzle. The metrics are `<kind>/<check>_accuracy` and `<kind>/count`.
+            check: Function (inputs, preds) -> {check: whether each answer passes, bool [n]}. Both arguments
+                are tokens, [n, seq_len]. The check `valid` means that an answer obeys the rules.
+            tasks: Task name of each puzzle identifier. With several names, `write` writes the accuracy of
+                each task.
+        """
+        self._kind, self._check, self._tasks = kind, check, tasks
+        # {(set, check): number of examples of each task that pass}, of this rank and of all ranks. All
+        # examples pass the check "count".
+        self._passed: dict[tuple[str, str], np.ndarray] = {}
+        self._total: dict[tuple[str, str], np.ndarray] = {}
+
+    def add(self, set_name: str, answers: Answers) -> None:
+        counts = answers.labels != IGNORE_LABEL_ID
+        is_exact = ((answers.preds == answers.labels) | ~counts).all(axis=1)
+        checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds), "count": True}
+        tasks = answers.puzzle_identifiers if self._tasks else np.zeros_like(answers.puzzle_identifiers)
+        has_label, num_tasks = counts.any(axis=1), max(len(self._tasks), 1)
+        for check, is_passed in checks.items():
+            passed = np.bincount(tasks[has_label & is_passed], minlength=num_tasks)
+            self._passed[set_name, check] = self._passed.get((set_name, check), 0) + passed
+
+    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
+        return self._check(inputs, preds).get("valid")
+
+    def partial(self) -> dict[tuple[str, str], np.ndarray]:
+        return self._passed
+
+    def metrics(self, partials: Sequence[dict[tuple[str, str], np.ndarray]]) -> dict[str, dict[str, float]]:
+        self._total = {}
+        for part in partials:
+            for key, passed in part.items():
+                self._total[key] = self._total.get(key, 0) + passed
+        return {
+            set_name: {f"{self._kind}/{metric}": value for metric, value in self._shares(set_name).items()}
+            for set_name in self._sets()
+        }
+
+    def _sets(self) -> list[str]:
+        return [
+            set_name for (set_name, check), rows in self._total.items() if check == "count" and rows.any()
+        ]
+
+    def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
+        """Returns {"<check>_accuracy": fraction of a set's examples that pass, ..., "count": their number}.
+
+        tasks: Index of one task, to count only its examples.
+        """
+        of_set = {
+            check: int(rows[tasks].sum())
+            for (counted_set, check), rows in self._total.items()
+            if counted_set == set_name
+        }
+        count = of_set.pop("count")
+        return {f"{check}_accuracy": num_passed / count for check, num_passed in of_set.items()} | {
+            "count": count
+        }
+
+    def write(self, folder: Path) -> None:
+        """Writes the accuracy of each task to tasks.json, if there are several tasks.
+
+        The content is {set: {task: {"exact_accuracy": 0.5, "count": 20}}}.
+        """
+        if len(self._tasks) < 2:
+            return
+        tasks = {
+            set_name: {
+                self._tasks[task]: self._shares(set_name, task)
+                for task in self._total[set_name, "count"].nonzero()[0]
+            }
+            for set_name in self._sets()
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / TASKS_FILE, tasks)
