@@ -140,8 +140,9 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
     """Returns a text table of the accuracies after different numbers of thinking steps and of samples.
 
     A sample is one run of a puzzle. The table has a line for each pair of these numbers, and a column for
-    each rule that selects a sample. For a search model (LDT), two more columns contain the fraction of wrong
-    answers and the fraction of puzzles without an answer.
+    each rule that selects a sample. The columns of network calls and GFLOP are means over all puzzles. For a
+    search model (LDT), two more columns contain the fraction of wrong answers and the fraction of puzzles
+    without an answer.
 
     scaling: Content of scaling.json (`results.scaling_of`).
     """
@@ -150,7 +151,7 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
         ways = content["corners"][0]["ways"]
         is_search = any("undecided" in fractions for fractions in ways.values())
         names = "".join(f"  {name:>15}" for name in (*ways, *(("wrong", "undecided") if is_search else ())))
-        lines += [set_name, f"steps  samples  calls/puzzle{names}"]
+        lines += [set_name, f"steps  samples  calls/puzzle  GFLOP/puzzle{names}"]
         for setting in content["corners"]:
             ways = [*setting["ways"].values()]
             fractions = [values["exact_accuracy"] for values in ways]
@@ -158,7 +159,10 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
                 undecided = ways[0]["undecided"]
                 fractions += [1 - fractions[0] - undecided, undecided]
             cells = "".join(f"  {fraction:>15.4f}" for fraction in fractions)
-            lines.append(f"{setting['steps']:>5}  {setting['samples']:>7}  {ways[0]['calls']:>12.6g}{cells}")
+            calls, gigaflops = ways[0]["calls"], ways[0]["calls"] * content["gigaflops_per_step"]
+            lines.append(
+                f"{setting['steps']:>5}  {setting['samples']:>7}  {calls:>12.6g}  {gigaflops:>12.4g}{cells}"
+            )
     return "\n".join(lines)
 
 
