@@ -29,6 +29,7 @@ from checkpointing.finding import Checkpoint, broadcast_checkpoints, find_checkp
 from checkpointing.loading import load_trained_model
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
+from dataset.metadata import Metadata
 from dataset.mixture import open_datasets
 from distributed import log
 from distributed.child import run_child
@@ -54,7 +55,11 @@ from evaluation.results import (
     write_summary,
 )
 from evaluation.test_time import set_up
+from models import HaltingModel, build_model
+from models.carry import Reasoning
 from models.compilation import compile_blocks
+from models.flops import StepCounter
+from models.search import Search
 from report.page import check_packages, write_evaluation_report, write_picture
 
 
@@ -149,6 +154,7 @@ def evaluate_checkpoint(
                 warn_of_new_data(checkpoint, folders)
             if config.report:
                 check_packages()
+            gigaflops = _gigaflops_per_step(model, data.metadata, reasoning)
         num_runs = sum(test_set.num_examples for test_set in data.splits["test"].sets.values())
         num_runs *= settings.samples[-1] if settings else 1
         num_calls = num_runs // batch_size * reasoning.max_steps
@@ -165,8 +171,8 @@ def evaluate_checkpoint(
     metrics = {}
     with collective_errors():
         if is_main():
-            for name, counts in of_identifiers.items():
-                results[name].metrics.update(counts)
+            for name, result in results.items():
+                result.metrics.update(of_identifiers.get(name, {}), gigaflops_per_step=gigaflops)
             evaluators.write(output_folder)
             title = f"{checkpoint} on {', '.join(map(str, folders))}"
             options = {"title": title, "selected_by": checkpoint.selected_by}
@@ -186,6 +192,19 @@ def evaluate_checkpoint(
                     puzzles=puzzles,
                 )
     return metrics
+
+
+def _gigaflops_per_step(model: HaltingModel, metadata: Metadata, reasoning: Reasoning) -> float:
+    """Returns the floating-point operations of a thinking step on one puzzle, in 1e9.
+
+    metadata: Sizes of the dataset. reasoning: Settings of the evaluation, such as the number of loops.
+    """
+    network = model.network
+    if isinstance(network, Search):
+        metadata = network.complete(metadata, network.state_dict())
+    with torch.device("meta"):
+        counter = StepCounter(build_model(network.arch, metadata), seq_len=metadata.seq_len)
+    return counter.flops(reasoning) / 1e9
 
 
 def _folders(checkpoint: Checkpoint, config: EvaluateConfig) -> list[Path]:

@@ -144,7 +144,9 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
     """Returns a text table of the accuracies for several numbers of steps and samples.
 
     A step is one call of the model. A sample is one of several runs of a puzzle. Each pair of numbers has a
-    line. Each rule that selects a sample, such as "vote", has a column.
+    line. Each rule that selects a sample, such as "vote", has a column. The columns of calls and GFLOP are
+    means over all puzzles. For a search (LDT), two more columns contain the fraction of wrong answers and the
+    fraction of puzzles without an answer.
 
     scaling: Content of the file scaling.json.
     """
@@ -153,7 +155,7 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
         ways = content["corners"][0]["ways"]
         is_search = any("undecided" in fractions for fractions in ways.values())
         names = "".join(f"  {name:>15}" for name in (*ways, *(("wrong", "undecided") if is_search else ())))
-        lines += [set_name, f"steps  samples  calls/puzzle{names}"]
+        lines += [set_name, f"steps  samples  calls/puzzle  GFLOP/puzzle{names}"]
         for setting in content["corners"]:
             ways = [*setting["ways"].values()]
             fractions = [values["exact_accuracy"] for values in ways]
@@ -161,7 +163,10 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
                 undecided = ways[0]["undecided"]
                 fractions += [1 - fractions[0] - undecided, undecided]
             cells = "".join(f"  {fraction:>15.4f}" for fraction in fractions)
-            lines.append(f"{setting['steps']:>5}  {setting['samples']:>7}  {ways[0]['calls']:>12.6g}{cells}")
+            calls, gigaflops = ways[0]["calls"], ways[0]["calls"] * content["gigaflops_per_step"]
+            lines.append(
+                f"{setting['steps']:>5}  {setting['samples']:>7}  {calls:>12.6g}  {gigaflops:>12.4g}{cells}"
+            )
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ NAMES = {
     "act_steps": "steps until halting",
     "act_exact_accuracy": "solved at halting",
     "calls": "network calls",
+    "gigaflops_per_step": "GFLOP per thinking step",
     "count": "puzzles",
     "distinct_count": "different puzzles",
     "trained_on": "trained on",

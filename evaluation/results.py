@@ -235,7 +235,8 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
     """Returns the content of scaling.json: accuracies for several numbers of steps and samples.
 
     A step is one call of the model. A sample is one of several runs of a puzzle. The format is {option:
-    value, "sets": {test set: {"count": number of puzzles, "corners": list}}}. An entry of "corners" is
+    value, "sets": {test set: {"count": number of puzzles, "gigaflops_per_step": operations of a step on a
+    puzzle in 1e9, "corners": list}}}. An entry of "corners" is
 
         {"steps": 16, "samples": 4, "ways": {"vote": {"exact_accuracy": 0.9, ...}, "any": {...}}}
 
@@ -253,7 +254,8 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
                 if is_share(metric):
                     fractions |= interval_of(metric, total / count, num_independent)
             rows = [{"steps": key[0], "samples": key[1], "ways": corners[key]} for key in sorted(corners)]
-            sets[name] = {"count": count, "corners": rows}
+            gigaflops = result.metrics["gigaflops_per_step"]
+            sets[name] = {"count": count, "gigaflops_per_step": gigaflops, "corners": rows}
     return {**{name: getattr(config, name) for name in _SCALING_KEYS}, "sets": sets}
 
 

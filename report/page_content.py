@@ -85,7 +85,8 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         judge = "search" if traced.is_search else "Q head"
         halted = f"of {steps}, halted by the {judge}"
         found.append((written_name("act_steps"), written_value("act_steps", halts), halted))
-    gigaflops = run.starts[-1].get("gigaflops_per_step") if run.starts else None
+    # The evaluation may have other loops or larger puzzles than the training, and then other steps.
+    gigaflops = values.get("gigaflops_per_step") or (run.starts or [{}])[-1].get("gigaflops_per_step")
     # `calls@...` counts the calls for all samples. The accuracy above belongs to the largest setting.
     calls = [value for name, value in values.items() if name.startswith("calls@")] or [values.get("steps")]
     if gigaflops and is_number(calls := max(calls)):

@@ -9,8 +9,8 @@ import torch
 
 from checkpointing.files import CONFIG_FILE, STARTS_FILE
 from config.files import config_to_yaml
-from dataset.description import DatasetInfo
-from dataset.files import load_metadata
+from dataset.description import DatasetInfo, with_candidates
+from dataset.files import open_dataset
 from dataset.metadata import IGNORE_LABEL_ID, Dataset, usual_metadata
 from evaluation.trace import Trace
 from models import HaltingModel, build_model
@@ -34,9 +34,11 @@ def write_run(
     config = tiny_config(**{"arch": arch, **names, **changes})
     folder.mkdir(parents=True)
     if has_checkpoint:
-        state = build_first_state(config, load_metadata(data, "test"), device=torch.device("cpu"))
-        with torch.no_grad():
-            state.model.network.q_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        metadata = with_candidates(open_dataset(data, read_everything=False)).metadata
+        state = build_first_state(config, metadata, device=torch.device("cpu"))
+        if hasattr(state.model.network, "q_head"):
+            with torch.no_grad():
+                state.model.network.q_head.weight.normal_(generator=torch.Generator().manual_seed(1))
         state.step = 40
         with CheckpointManager(folder, config=config, fingerprint="f" * 64) as checkpoints:
             checkpoints.save(state)

@@ -86,9 +86,10 @@ def test_metrics_are_those_that_training_logged(trained, expected):
     accuracies = {"accuracy", "exact_accuracy", "q_halt_accuracy", "act_exact_accuracy"}
     accuracies |= {"sudoku/valid_accuracy", "sudoku/exact_accuracy"}
     intervals = {f"{name}_{end}" for name in accuracies for end in ("low", "high")}
-    others = {"forward_dtype"}
+    others = {"forward_dtype", "gigaflops_per_step"}
     assert {name for name in metrics if "after_step" not in name} == names | accuracies | intervals | others
     assert metrics["forward_dtype"] == "float32"
+    assert metrics["gigaflops_per_step"] == read_run(trained).starts[-1]["gigaflops_per_step"]
     assert {name for name in metrics if re.fullmatch(r".*_after_step_\d", name)} == after_steps
     for name in accuracies:
         assert metrics[f"{name}_low"] <= metrics[name] <= metrics[f"{name}_high"]

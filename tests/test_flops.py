@@ -8,14 +8,21 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+import evaluate
+from checkpointing.finding import find_checkpoint
 from config.architecture import architectures
-from config.compose import compose_overrides
+from config.compose import compose_overrides, config_with
+from config.programs import EvaluateConfig
 from config.schema import PretrainConfig
 from dataset.metadata import usual_metadata
 from dataset.sets import PuzzleSet
+from distributed.number_format import Choice
 from models import build_model
 from models.flops import StepCounter
+from report.page_content import page_values
+from report.run import read_run
 from tests.ranks import REPOSITORY
+from tests.report_runs import write_run
 from tests.tiny import FACTS, draws_of, random_batch, run_losses, tiny_arch, tiny_model
 from training.data import build_plan
 from training.schedule import Schedule
@@ -69,6 +76,38 @@ def test_a_step_takes_what_torch_counts(name, changes):
         trains -= size * model.reasoning.L_cycles * (hidden_size - 1) * of_call
     assert size * counter.flops(model.reasoning, trains=True) == trains
     assert size * counter.flops(model.eval_reasoning("max")) == answers
+
+
+@pytest.mark.parametrize("options", [{}, {"samples": 2, "retry_samples": 4}])
+def test_an_answer_takes_what_torch_counts(sudoku_folder, tmp_path, monkeypatch, capsys, options):
+    """A search that decides no puzzle, so that every chain runs to its end, also in the second pass."""
+    arch = tiny_arch("ldt", loops=1, num_layers=1, kill_threshold=0.0, eval_conflict_threshold=1.0)
+    run, counts = write_run(tmp_path / "run", sudoku_folder, arch=arch.model_dump()), []
+
+    def counted_split(*arguments, **named):
+        with FlopCounterMode(display=False, custom_mapping=_FUSED) as counted:
+            found = split(*arguments, **named)
+        counts.append(counted.get_total_flops())
+        return found
+
+    split = evaluate.evaluate_split
+    monkeypatch.setattr(evaluate, "evaluate_split", counted_split)
+    monkeypatch.setattr(evaluate, "compiles_on_all_ranks", lambda *_, **__: False)
+    out, halts = tmp_path / "out", {"halt_max_steps": 2, "loops": 3, "eval_batch_size": 400}
+    config = config_with(EvaluateConfig, checkpoint=str(run), output_dir=str(out), **halts, **options)
+    number_format = Choice("float32", "as the test says")
+    metrics = evaluate.evaluate_checkpoint(config, find_checkpoint(run), number_format, torch.device("cpu"))
+    metrics = metrics["all"]
+    assert metrics["undecided"] == 1, "or this proves little"
+    calls = metrics["calls@steps=2,samples=2"] if "samples" in options else metrics["steps"]
+    assert calls == 2 * options.get("retry_samples", 1)
+    gigaflops = counts[0] / 1e9 / metrics["count"]
+    assert metrics["gigaflops_per_step"] * calls == pytest.approx(gigaflops)
+    highlights = page_values(read_run(run, evaluation=out), None)["highlights"]
+    assert {name: value for name, value, _ in highlights}["GFLOP per answer"] == f"{gigaflops:.3g}"
+    if "samples" in options:
+        row = ["2", "2", "8", f"{gigaflops:.4g}", "0.0000", "0.0000", "1.0000"]
+        assert row in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """LDT: what a search may not know, how boards enter, and a run from its data to a solved puzzle."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from dataset.loader import Batch, read_rows
 from dataset.metadata import Dataset
 from evaluation import results, solving
 from evaluation.loop import answer_batches
+from evaluation.passes import evaluate_split
 from evaluation.test_time import build_draw, set_up
 from models import HaltingModel
-from models.lattice import CONTRADICTORY, move
+from models.lattice import CONTRADICTORY, Outputs, move
 from models.random import SlotRng
 from models.search import RESET
 from report.trace import picture_data, reliability, trace_puzzles
@@ -220,15 +222,33 @@ def test_a_search_gives_up_above_its_threshold(data):
         assert (moved["outcome"] == CONTRADICTORY).all() == (threshold == 0)
 
 
-def test_temperature_0_guesses_the_most_likely_value(data):
-    batch, fresh, moved = read_rows(data, "all", np.arange(8)), torch.ones(8, dtype=torch.bool), []
-    for changes in ({"temperature": 0.0}, {"decision_value": "best"}, {}):
-        model = searching_model(data, kill_threshold=0.0, conflict_threshold=1.0, **changes)
-        state = model.network.start(batch, model.reasoning, None, fresh)
-        last = model.network.look(state["alive"], draws_of(8), loops=1).last()
-        moved.append(move(state, last, model.network.arch, model.reasoning, draws_of(8))["alive"])
-    assert torch.equal(moved[0], moved[1])
-    assert not torch.equal(moved[0], moved[2])
+def test_a_search_may_draw_although_training_guesses_the_best(data):
+    """decision_value of evaluate.py changes only the search. Temperature 0 guesses the best in both."""
+    asked, num = load_defaults("evaluate") | {"checkpoint": "run", "samples": [4]}, 64
+    batch, fresh = read_rows(data, "all", np.arange(num)), torch.ones(num, dtype=torch.bool)
+    digit, found = torch.randn(num, 16, 4, generator=torch.Generator().manual_seed(0)), {}
+    last = Outputs(torch.full_like(digit, 9.0), digit, torch.full((num,), -9.0))  # a move removes nothing
+    for trained, asks in itertools.product(("best", "drawn", "temperature 0"), (None, "best", "drawn")):
+        changes = {"temperature": 0.0} if trained == "temperature 0" else {"decision_value": trained}
+        model = searching_model(data, **changes)
+        config = validate_config(EvaluateConfig, asked | {"decision_value": asks})
+        in_search, settings = set_up(model, config)
+
+        def guesses_best(reasoning, *, in_search, model=model) -> bool:
+            state = model.network.start(batch, reasoning, None, fresh)
+            moved = move(state, last, model.network.arch, reasoning, draws_of(num), in_search=in_search)
+            cells = (torch.arange(num), moved["guess"].long())
+            assert (moved["alive"][cells].sum(-1) == 1).all()
+            return torch.equal(moved["alive"][cells].argmax(-1), digit[cells].argmax(-1))
+
+        assert guesses_best(model.reasoning, in_search=False) == (trained != "drawn")
+        searches_best = trained == "temperature 0" or (asks or trained) == "best"
+        assert guesses_best(in_search, in_search=True) == searches_best
+        options = {"reasoning": in_search, "settings": settings, "puzzles": {"all": np.arange(8)}}
+        result = evaluate_split(model, data, global_batch_size=64, outputs=("preds",), **options)["all"]
+        answers = found.setdefault(searches_best, result.outputs["preds"])
+        np.testing.assert_array_equal(result.outputs["preds"], answers)
+    assert (found[True] != found[False]).any()
 
 
 def test_a_report_has_the_boards_of_a_search(data):

@@ -15,10 +15,10 @@ from dataset.files import open_dataset
 from dataset.loader import Batch
 from dataset.metadata import Dataset
 from distributed.world import rank
-from evaluation.loop import Race, answer_batches
+from evaluation.loop import Race
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import Settings
-from evaluation.test_time import build_draw, set_up
+from evaluation.test_time import set_up
 from models import HaltingModel, build_model
 from models.ldt import LDT
 from tests.checkpoints import do_step
@@ -189,50 +189,6 @@ def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder, m
     assert ours.scores == whole.scores
     plain, _ = _evaluate(sudoku_folder, 64, settings=None)  # halts early too
     assert plain.metrics["undecided"] == pytest.approx(undecided[12, 1] / 100)
-
-
-_RETRY = Settings((12,), (1,), ("first_to_halt",), retry_samples=8)
-
-
-def test_only_puzzles_without_an_answer_get_more_samples(sudoku_folder):
-    """Against every sample by itself, puzzle by puzzle."""
-    data = _open(sudoku_folder)
-    model, puzzles = _model(data), data.splits["test"].sets["all"]
-    inputs, labels = (torch.from_numpy(each.astype("int32")) for each in (puzzles.inputs, puzzles.labels))
-    batch = Batch(inputs, labels, torch.zeros(len(inputs), dtype=torch.int32), torch.arange(len(inputs)))
-    reasoning, found = model.eval_reasoning("act"), {}
-    for sample in range(8):
-        draw = build_draw(model.network, reasoning, seed=3, first_sample=sample)
-        with torch.inference_mode():
-            finals = answer_batches(model, iter([batch]), reasoning, draw=draw, on_step=lambda *_: None)
-            for final in finals:
-                is_exact = (final.prediction.logits.argmax(-1) == final.carry.data.labels).all(-1)
-                fields = (final.carry.data.rows, final.prediction.q_halt > 0, final.carry.steps, is_exact)
-                for row, *rest in zip(*(each.tolist() for each in fields), strict=True):
-                    found[row, sample] = rest
-    expected = dict.fromkeys(("exact", "calls", "undecided"), 0)
-    for row in range(len(inputs)):
-        has_halted, steps, is_exact = found[row, 0]
-        calls = steps
-        if not has_halted:
-            halted = [found[row, sample][1:] for sample in range(1, 8) if found[row, sample][0]]
-            steps, is_exact = min(halted, key=lambda each: each[0], default=(12, None))
-            calls += 7 * steps
-            expected["undecided"] += not halted
-        expected["calls"] += calls
-        expected["exact"] += bool(is_exact)
-    result, _ = _evaluate(sudoku_folder, 40, _RETRY)
-    assert {figure: number for (*_, figure), number in result.scores.items()} == expected
-    assert result.metrics["undecided"] == pytest.approx(expected["undecided"] / len(inputs))
-    assert result.metrics["count"] == len(inputs)
-    assert expected["undecided"] > 0, "or this proves little"
-
-
-@pytest.mark.slow
-def test_a_retry_is_the_same_on_several_ranks(sudoku_folder):
-    alone, _ = _evaluate(sudoku_folder, 64, _RETRY)
-    ours, _ = run_ranks(_evaluate, 3, sudoku_folder, 64, _RETRY)[0]
-    assert (ours.scores, ours.metrics) == (alone.scores, alone.metrics)
 
 
 def test_the_first_to_halt_answers_whatever_is_asked_for(sudoku_folder):

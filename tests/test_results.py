@@ -145,7 +145,8 @@ def _scaling(*, calls: int = 400, **exact: int) -> dict:
     for steps, samples in ((4, 1), (16, 2)):
         for way, number in exact.items():
             scores |= {(steps, samples, way, "exact"): number, (steps, samples, way, "calls"): calls}
-    sets = {"all": SetResult({"count": 50}, [], {}, scores), "without labels": SetResult({}, [], {})}
+    counts = {"count": 50, "gigaflops_per_step": 0.5}
+    sets = {"all": SetResult(counts, [], {}, scores), "without labels": SetResult({}, [], {})}
     config = config_with(EvaluateConfig, checkpoint="run", noise=0.3)
     return scaling_of(sets, config)
 
@@ -163,7 +164,7 @@ def test_shares_are_of_the_puzzles_with_a_label():
     assert metrics["exact_accuracy@steps=16,samples=2"] == 0.6
     assert "exact_accuracy_low@steps=4,samples=1" in metrics
     assert "_low" not in metrics_table({"all": metrics}, title="")
-    assert scaling_table(scaling).splitlines()[-1].split() == ["16", "2", "8", "0.6000", "0.8000"]
+    assert scaling_table(scaling).splitlines()[-1].split() == ["16", "2", "8", "4", "0.6000", "0.8000"]
 
 
 def test_the_picture_has_a_panel_for_each_way_to_select():
