@@ -103,7 +103,7 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    return end_torchrun()  # also ends torchrun on all nodes
+    return end_torchrun()  # exit status of this process
 
 
 def run_steps(

@@ -97,8 +97,8 @@ class Checkpoint:
         address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the training datasets. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
-        joins_repeats: Whether equal puzzles were either all trained on or all held out for validation. False
-            for runs of earlier versions.
+        joins_repeats: Whether puzzles with equal inputs were all trained on or all held out for validation.
+            False for runs of earlier versions.
         arch, global_batch_size, seed, validation_fraction, init_from: Keys of the run's config. For a file
             that the authors of a model published, the last three have their defaults.
     """

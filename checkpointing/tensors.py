@@ -37,9 +37,11 @@ def shard_file(section: str, rank: int, size: int) -> str:
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
-    """Returns the paths of all files with a certain group of tensors of a checkpoint, such as "optimizer".
+    """Returns the paths of all files of a group of tensors in a checkpoint.
 
     Returns [] if there are none. Raises ValueError if the file of one of the ranks is missing.
+
+    section: Name of the group, such as "optimizer".
     """
     pattern = re.compile(rf"{re.escape(section)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
@@ -106,10 +108,12 @@ def load_into_(
 
 
 def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
-    """Returns a group of tensors of a checkpoint, such as "weights", with the shards of all ranks joined.
+    """Returns the full tensors of a group in a checkpoint, such as "weights": {name: tensor}.
 
-    The result is {name: full tensor}. Raises ValueError if files are missing, and OSError or SafetensorError
-    if a file cannot be read.
+    Joins the shards of all ranks that saved it. Raises ValueError if files are missing, and OSError or
+    SafetensorError if a file cannot be read.
+
+    section: Name of the group.
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, section):
@@ -185,7 +189,7 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path, section: str) -> Iterator[_Stored]:
-    """Yields every full tensor and shard of a group of tensors in a checkpoint, without reading the values.
+    """Yields every full tensor and shard of a group in a checkpoint, without reading the values.
 
     Raises ValueError if the group is missing, and at the end if the shards of a tensor overlap or leave gaps.
     """

@@ -220,12 +220,12 @@ def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str,
 
 
 def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
-    """Writes a group of tensors of a checkpoint, such as "optimizer", and returns the paths of the files.
+    """Writes a group of tensors of a checkpoint. Returns the paths of the files.
 
     Full tensors are in <section>.safetensors, and shards in <section>_<rank>_of_<ranks>.safetensors. Only one
     rank may pass full tensors.
 
-    tensors: {name: full tensor or shard}. section: Name of the group.
+    tensors: {name: full tensor or shard}. section: Name of the group, such as "optimizer".
     """
     full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}

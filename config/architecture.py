@@ -190,7 +190,10 @@ class HRMConfig(TokenConfig):
 
 
 class TRMConfig(TokenConfig):
-    """The config of the Tiny Recursive Model (TRM). H_layers has no effect; published configs have it."""
+    """The config of the Tiny Recursive Model (TRM).
+
+    H_layers has no effect. It exists because published configs contain it.
+    """
 
     title: ClassVar[str] = "TRM"
     paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
@@ -218,7 +221,10 @@ class TRMConfig(TokenConfig):
 
 
 class TRMSingleZConfig(TokenConfig):
-    """The config of TRM with one state. H_layers has no effect; published configs have it."""
+    """The config of TRM with one state.
+
+    H_layers has no effect. It exists because published configs contain it.
+    """
 
     title: ClassVar[str] = "TRM single z"
     paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
@@ -345,7 +351,7 @@ class FPRMConfig(TokenConfig):
 
 
 class FlowConfig(TokenConfig):
-    """The config of Looped Flows: TRM's level as the step of a flow from noise to the answer."""
+    """The config of Looped Flows."""
 
     title: ClassVar[str] = "Looped Flows"
     paper: ClassVar[tuple[str, str]] = "Looped Flows", "2609.11801"

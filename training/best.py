@@ -26,7 +26,7 @@ def goal_of(name: str) -> Literal["max", "min"] | None:
 
 
 class Selection:
-    """Selects the best checkpoint of a run by a metric in the rows of metrics.jsonl, the log of the run.
+    """Selects the best checkpoint of a run by a metric in its log, metrics.jsonl.
 
     The best loss is the lowest one. For any other metric, the highest value is the best. If several values
     are equal, the newest checkpoint is the best. `selected_by` is the split of the metric, "validation" or

@@ -24,7 +24,10 @@ def git_commit() -> str | None:
 
 @functools.cache
 def code_diff() -> str:
-    """Returns the uncommitted changes of the code as a git diff, at most 1 MiB. "" without changes."""
+    """Returns the uncommitted changes of the code as a git diff. "" without changes.
+
+    The diff is cut off after 1 MiB.
+    """
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
         if name and sum(map(len, parts)) <= _MOST_BYTES:

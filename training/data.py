@@ -207,7 +207,7 @@ def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
 def hold_out(
     config: PretrainConfig, data: Dataset, hashes: Mapping[str, np.ndarray] | None = None
 ) -> tuple[dict[str, np.ndarray], bool]:
-    """Selects training puzzles for validation, so that no puzzle equal to a selected one is trained on.
+    """Selects training puzzles for validation. None of them is equal to a puzzle that is trained on.
 
     Returns ({training set: bool mask of selected puzzles [num_groups]}, True). A group is a puzzle with all
     its augmented copies. The dict is {} without `validation_fraction`. If the run was started by an earlier

@@ -43,7 +43,7 @@ class Sent(NamedTuple):
 
 
 class Needs:
-    """Estimates the memory and the messages of one process of a run. They are means over all processes.
+    """Estimates the memory and the messages of a run. All numbers are means over its processes.
 
     counter: Counts the operations of the model. sizes: {"pipeline", "replicate", "shard" and "tensor": number
     of processes along this axis of the mesh}.

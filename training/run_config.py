@@ -152,9 +152,9 @@ def read_stored_config(run_folder: Path) -> StoredConfig | None:
 
 
 def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
-    """Returns the changes of a config that forbid to resume the run, as text. "" if there are none.
+    """Returns the changes that prevent a run from resuming with another config, as text.
 
-    Example: "seed: 0 -> 1, arch.L_cycles: 6 -> 4".
+    Returns "" if there are none. Example: "seed: 0 -> 1, arch.L_cycles: 6 -> 4".
 
     before: Values in the run's config.yaml. An older version may have written it, with fewer keys.
     now: The config of the command line. With `forward_dtype=auto`, every stored dtype is accepted.

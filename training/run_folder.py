@@ -114,9 +114,9 @@ def is_in_use(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def disk_errors_warn(path: Path) -> Iterator[Path]:
-    """Context manager that turns an OSError while `path` is written, such as a full disk, into a warning.
+    """Context manager that turns an OSError in its block, such as a full disk, into a warning.
 
-    Yields `path`.
+    Yields `path`, the file that the block writes.
     """
     try:
         yield path
