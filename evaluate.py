@@ -74,8 +74,6 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
 
     If several checkpoints have the same architecture and test splits, rank 0 also prints the mean and the
     standard deviation of their metrics.
-
-    program: Config of the evaluation, device of this rank, and watchdog.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here
@@ -116,8 +114,7 @@ def evaluate_checkpoint(
 
     Returns {test set: {metric: value}} on rank 0, {} on other ranks.
 
-    number_format: Dtype in which the model computes, with the reason for it. Equal on all ranks. device:
-    Device of this rank.
+    number_format: Dtype in which the model computes, with the reason for it.
     """
     # Data. Only rank 0 reads every token, to check the dataset.
     folders, leaks, trained = _folders(checkpoint, config), Leaks(config.leaks), None
@@ -218,9 +215,8 @@ def _measured(checkpoint: Checkpoint, config: EvaluateConfig) -> dict[str, Any]:
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
     """Returns the folder for the results of a checkpoint.
 
-    If output_dir is None, it is in the run folder, for example <run folder>/evaluation/step_120. The name
-    also depends on the data and on options that change results. Otherwise, it is output_dir. If the config
-    has several checkpoints, it is a folder such as <output_dir>/demo_step_120.
+    If output_dir is None, it is a folder such as <run folder>/evaluation/step_120. Otherwise, it is
+    output_dir, or a folder in it if the config has several checkpoints.
     """
     if config.output_dir is None:
         return checkpoint.run_folder / "evaluation" / name_of(_measured(checkpoint, config), checkpoint)
@@ -230,7 +226,6 @@ def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
 
 
 def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None:
-    """Raises ValueError if two of the checkpoints would write their results into the same folder."""
     owners: dict[Path, Checkpoint] = {}
     for checkpoint in checkpoints:
         folder = folder_for(checkpoint, config)

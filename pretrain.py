@@ -1,4 +1,4 @@
-"""Trains a model. `train` prepares a run, and `run_steps` has the loop over its training steps.
+"""Trains a model. `train` prepares a run, and `run_steps` contains the training loop.
 
     python pretrain.py data_path=... [key=value ...]
     torchrun --nproc-per-node N pretrain.py data_path=... [key=value ...]
@@ -12,8 +12,7 @@ From Python, in new processes:
 A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
 run_name, a launch continues from the newest checkpoint of the run.
 
-Every process is one rank, and runs this file. training/step.py contains the training step, and lists its
-modes.
+Every process is one rank, and runs this file. training/step.py contains the training step.
 """
 
 import contextlib
@@ -47,8 +46,7 @@ from training.step import train_step
 def main() -> None:
     """Trains with the config on the command line. Every process of a run calls it, as one rank."""
     with launch(PretrainConfig, compose_run) as program:
-        # The two contexts below turn a lack of memory, or a damaged cache of the compiler, into a message of
-        # one line. If a GPU lacks memory, `memory_errors` also writes a snapshot of its memory to `folder`.
+        # Out-of-memory errors, and errors of the compiler's cache, become a message of one line.
         advice = memory_advice(program.config, program.device)
         folder = Path(program.config.checkpoint_path)
         with memory_errors(advice, folder=folder), compiler_cache_errors():
@@ -60,8 +58,6 @@ def train(program: Program[PretrainConfig]) -> int:
     """Trains until the last step, or until a signal such as Ctrl-C stops the run. All ranks call it.
 
     Returns the exit status of this process.
-
-    program: Config of the run, device of this rank, and watchdog.
     """
     config, folder = program.config, Path(program.config.checkpoint_path)
     if config.report:
@@ -70,31 +66,25 @@ def train(program: Program[PretrainConfig]) -> int:
         with collective_errors():  # an error on one rank ends all ranks
             check_packages()  # before the training, because the report is written after it
 
-    # Open the datasets. The schedule says after which steps a log row, an evaluation or a checkpoint is due.
+    # Open the datasets. The schedule lists the steps that end with a log row, an evaluation or a checkpoint.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    # Build the state of step 0 from the seed: weights, optimizer state, moving averages of the weights
-    # (EMA), and the carry. A slot is one position of the global batch. The carry contains a puzzle and a
-    # latent state for each slot of this rank. With pipeline or tensor parallelism, each rank holds only its
-    # part of the weights. With a sharded optimizer, each rank holds only its part of the optimizer state.
+    # Build the state of step 0: weights, optimizer state, and the puzzles that this rank works on.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Lock the run folder. Load the checkpoint that the key `resume` selects, by default the newest one. If
-    # the run has no checkpoint, load the weights that `init_from` names, if it is set.
+    # Load the checkpoint that the key `resume` selects, by default the newest one of the run. If there is
+    # none, load the weights of the checkpoint in the key `init_from`, if it is set.
     checkpoints = open_checkpoints(config, data)
-    with program.watchdog.paused():  # The watchdog ends a run that hangs. A download for `init_from` is slow.
-        # `is_logged` is False if the row of the loaded step is missing in metrics.jsonl. Step 0 needs no row.
+    with program.watchdog.paused():  # The watchdog ends a run that hangs, but loading may take long.
+        # `is_logged`: whether metrics.jsonl, the log of the run, contains the metrics of the loaded step.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find leaks: test puzzles on which this run trains, or on which the loaded weights were trained.
-    # `trained_on` returns all puzzles that the model will have seen at the end of the run. The text `model`
-    # is part of the warning.
+    # Warn if this run trains on test puzzles, or if the loaded weights were trained on test puzzles.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # If the row of the loaded step is missing, `run_steps` makes it first. Example: The run was killed while
-    # it evaluated. If the row exists, there is nothing to do in two cases:
-    # - The loaded step is the last step of this launch: `max_steps`, or the last step of the run.
-    # - The evaluation of the loaded step ended the run: the last `stop_patience` evaluations had no new best.
+    # There is nothing to do if the loaded step is the last one, or if its evaluation ended the run, because
+    # the model had stopped improving. But if metrics.jsonl lacks the row of this step, `run_steps` adds it.
+    # Example: The run was killed during its last evaluation.
     is_evaluated = is_logged and schedule.is_evaluation(state.step)
     ends_early = is_evaluated and checkpoints.best.ends_early(config.stop_patience)
     is_last = is_logged and state.step >= schedule.end_step
@@ -106,17 +96,14 @@ def train(program: Program[PretrainConfig]) -> int:
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
-    if checkpoints.last_save_failed:  # equal on all ranks, because rank 0 has broadcast it
+    if checkpoints.last_save_failed:  # equal on all ranks
         abort_all(f"the last checkpoint was not saved: {config.checkpoint_path} lacks the newest steps")
     reached = schedule.describe(state.step)
     if not is_stopped:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    # A signal stopped the run. `end_torchrun` usually returns exit status 0. On several nodes, it first ends
-    # torchrun on all of them. If torchrun is elastic (--nnodes MIN:MAX), it returns a status with which
-    # torchrun starts the processes again on the nodes that are left.
-    return end_torchrun()
+    return end_torchrun()  # exit status of this process
 
 
 def run_steps(
@@ -129,24 +116,18 @@ def run_steps(
 ) -> bool:
     """Runs the training steps. All ranks call it.
 
-    Between steps, logs metrics, evaluates and saves checkpoints, as the schedule decides. If local_steps is
-    above 1, each rank trains by itself, and the ranks merge their weights every `local_steps` steps. Log
-    rows, evaluations and checkpoints that are due between two merges wait for the next merge.
+    Between steps, logs metrics, evaluates and saves checkpoints.
 
-    program: Config, device and watchdog. state: State of the run, changed in place. data: Training and test
-    data. checkpoints: Saves the checkpoints. is_logged: False if the row of step `state.step` is missing
-    in metrics.jsonl. True at step 0, which needs no row.
+    is_logged: Whether metrics.jsonl contains the row of the current step. If False, it is added first.
 
     Returns whether a signal such as Ctrl-C stopped the run.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
-    # - batches: Iterator over the batches of this rank, from the step after `state.step`.
-    # - checkpoints: Saves checkpoints in a thread.
+    # - batches: Iterator over the batches of this rank.
+    # - checkpoints: Leaving the block waits until the last checkpoint is written.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
-    # - interruption: Turns a signal such as Ctrl-C into a request to stop. If one rank has a request,
-    #   `is_agreed()` becomes True on all ranks, after the same step. After a signal, a rank that
-    #   does not finish its step within a time limit exits without saving. While the watchdog is paused, the
-    #   limit starts only at a second signal.
+    # - interruption: Catches signals such as Ctrl-C. `is_agreed()` becomes True on all ranks after the same
+    #   training step.
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -160,7 +141,7 @@ def run_steps(
         Interruption(program.watchdog.is_paused) as interruption,
     ):
         # Evaluate one batch of each test set, so that an error in the evaluation appears before the training.
-        # `check` warns if the results lack the metric that the key `keep_best` names.
+        # `check` warns if the metric that selects the best checkpoint is missing.
         if config.sanity_check and state.step == 0:
             with monitor.paused():
                 results = evaluate(config, state, data, only_first_batches=True)
@@ -168,15 +149,13 @@ def run_steps(
 
         ends_early = False
         while True:
-            # Save a checkpoint if one is due. training/checkpoints.py describes how it gets to the disk. Save
-            # before evaluating, so that a failed evaluation loses no training.
+            # Save before evaluating, so that no training is lost if the evaluation fails.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row of metrics.jsonl. It contains the training metrics since the previous row, over all
-            # ranks. If an evaluation is due, it also contains the results. After a signal, the row is left to
-            # the next launch, so that the run ends soon.
+            # Log a row: the training metrics since the previous row, and the results if an evaluation is due.
+            # After a signal, skip this, so that the run ends soon. The next launch then logs the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 has_evaluation = schedule.is_evaluation(state.step)
@@ -184,9 +163,8 @@ def run_steps(
                     with monitor.paused("evaluating"):
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        # A signal interrupted the evaluation, so this row is not logged. The sums of the
-                        # training metrics are kept, and are in the checkpoint. The next launch evaluates
-                        # again, and logs this row from these sums.
+                        # A signal interrupted the evaluation. The next launch evaluates again, and logs this
+                        # row. The checkpoint contains its training metrics.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -198,16 +176,10 @@ def run_steps(
             if ends_early or interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
-            # Read this rank's part of the next global batch: one puzzle for each slot. A slot that is still
-            # thinking ignores the puzzle that the batch has for it. A dataset may have several training
-            # sets. A batch contains puzzles of one of them, `set_name`. With a curriculum, the datasets
-            # depend on the number of the step.
+            # `set_name` is the training set of the puzzles in the batch.
             with monitor.reading():
                 set_name, batch = next(batches)
 
-            # Run one training step. It adds 1 to `state.step`. The schedule gives the learning rates of the
-            # step. `reasoning` has its number of cycles (how often a thinking step runs the blocks) and its
-            # noise. A curriculum may change the number of cycles.
             next_step = state.step + 1
             result = train_step(
                 state,
@@ -218,31 +190,25 @@ def run_steps(
                 reasoning=schedule.reasoning(next_step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
-            # A signal may reach only one rank, but all ranks must stop after the same step. So each rank
-            # sends a stop request, 0 or 1, in the training step. `result.stop_requests` is their sum over
-            # ranks, or None if the step sent nothing (local_steps > 1, between merges). If the sum is
-            # positive, `is_agreed()` becomes True. On CUDA, it becomes True one step later, because the host
-            # would have to wait for the GPU now.
+            # A signal may reach only one rank, but all ranks must stop after the same step. The training step
+            # sums over ranks whether a rank was asked to stop. If the sum is positive, `is_agreed()` becomes
+            # True, on CUDA one step later. The sum is None if the ranks did not communicate in this step.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
-            # At some steps, check that all copies of a tensor, such as a weight, are equal on all ranks. If
-            # they differ, the run ends.
+            # End the run with an error if weights that must be equal on all ranks differ.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     state.check_replicas()
 
-        # End the launch. `save` does nothing if the step is already saved. `close` waits until the
-        # checkpoint is written. If it could not be written, the status file keeps its old status. The
-        # checkpoints and the monitor are closed here, and not by the end of the `with` block, because the
-        # watchdog must be paused while they wait.
+        # Save the last step, if it is not saved yet. `close` is called here, and not only at the end of the
+        # `with` block, because the watchdog must be paused while it waits for the disk.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
-                # If a signal came before the row of this step was logged, the row is missing. The status is
-                # then "stopped", also at the last step.
+                # If the row of the last step is missing because of a signal, the status is "stopped".
                 lacks_row = monitor.is_row_due(state.step)
                 status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
                 write_status(folder, status, step=state.step)

@@ -46,11 +46,11 @@ def main() -> None:
 
 
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
-    """Runs the trainings of a hyper-parameter search that are not done yet, and prints the best one.
+    """Runs the remaining trainings of a hyper-parameter search, and prints the best one.
 
-    A training with certain values is called a trial. If no trial is complete, exits with status 1.
+    Exits with status 1 if none of them succeeds.
 
-    config: Options of the search, such as the number of trials. space: Searched config keys with their
+    config: Options of the search, such as the number of trainings. space: Searched config keys with their
     possible values. run: Config of the trainings. The search replaces the values of the searched keys.
     """
     launch_command(config, slot=0)
@@ -67,12 +67,6 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
 
 
 def introduce(study: Study, config: SearchConfig) -> None:
-    """Prints the folder of the search, the number of trials (trainings), and the metric that compares them.
-
-    Also prints which interrupted trials continue. Warns if the metric is measured on test puzzles.
-
-    study: The search with its trials. config: Options of the search.
-    """
     selection = study.selection
     best = "lowest" if selection.lowest_is_best else "highest"
     at_a_time = f", {config.parallel} at a time" if config.parallel > 1 else ""
@@ -91,12 +85,10 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trials (trainings) are complete, pruned (ended early) and failed.
+    """Prints how many trainings of the search succeeded, and writes the best values to best.yaml.
 
-    Writes the best values to best.yaml, or for a grid search tables of all trials. If no trial is complete
-    and no signal stopped the search, exits with status 1.
-
-    study: The search with its trials. is_stopped: Whether a signal stopped the search.
+    For a grid search, writes tables of all trainings instead. If no training has succeeded and no signal
+    stopped the search, exits with status 1.
     """
     folder, best = folder_of(config), study.best()
     outcome, hint = ("stopped", " To continue, run the same command.") if is_stopped else ("done", "")
@@ -121,9 +113,9 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
 def write_grid(study: Study, folder: Path) -> None:
     """Writes tables that compare all complete trainings of a grid search: table.md, table.tex and table.csv.
 
-    If there are at least two, also writes a web page, comparison.html. Prints the table.
+    Also prints the table. With at least two trainings, also writes a web page, comparison.html.
 
-    folder: Folder of the search. It contains the run folders, and gets the new files.
+    folder: Folder that contains the trainings, and gets the new files.
     """
     runs = [folder / f"trial_{trial.number}" for trial in study.trials if trial.state == TrialState.COMPLETE]
     runs = [run for trial_folder in runs for run in (sorted(trial_folder.glob("seed_*")) or [trial_folder])]

@@ -52,11 +52,6 @@ def main() -> None:
 
 
 def print_answer(config: SolveConfig) -> None:
-    """Solves the puzzle in the config key `puzzle`. Prints the model's answer after each thinking step.
-
-    A thinking step is one call of the model. If the key `picture` is set, also writes an animated picture.
-    Raises ValueError with one line if a key or the puzzle is invalid.
-    """
     if world_size() > 1:
         raise ValueError("solve.py is one process. Start it with python, not with torchrun.")
     set_cpu_threads(config.cpu_threads)
@@ -165,7 +160,7 @@ class Solver:
         return self.answer(config_with(SolveConfig, **keys))
 
     def answer(self, config: SolveConfig) -> Answer:
-        """Solves the puzzle in the key `puzzle` of a config of solve.py, with the model of this object.
+        """Solves the puzzle in the key `puzzle` of a config of solve.py.
 
         Ignores the keys that select another checkpoint or device.
         """
@@ -184,10 +179,6 @@ class Solver:
         )
 
     def _model_for(self, metadata: Metadata) -> HaltingModel:
-        """Returns the model for puzzles of the sizes in `metadata`, such as seq_len. In evaluation mode.
-
-        The model is loaded once for each combination of sizes.
-        """
         if metadata not in self._models:
             options = {"raw": self.raw, "forward_dtype": self.forward_dtype}
             model = load_trained_model(self.checkpoint, metadata, **options)

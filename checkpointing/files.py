@@ -45,7 +45,7 @@ _MOST_NAMED = 5  # runs or checkpoints in a message
 def step_of(path: Path) -> int | None:
     """Returns N if a path is named step_<N> or step_<N>.pt, otherwise None.
 
-    step_<N> is a checkpoint folder, and step_<N>.pt a weight file that the code of URM's authors has saved.
+    step_<N> is a checkpoint folder, and step_<N>.pt a file of weights from the code of URM's authors.
     """
     match = re.fullmatch(r"step_(\d+)(?:\.pt)?", path.absolute().name)
     return int(match[1]) if match else None
@@ -58,10 +58,9 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """Returns the newest checkpoint folder in a run folder. None if there is none.
+    """Returns the newest checkpoint folder in a run folder, or None if there is none.
 
-    Only folders that contain manifest.json count. Their files are not compared with it, so the checkpoint may
-    be damaged.
+    Folders without manifest.json do not count. The files are not verified, so the checkpoint may be damaged.
     """
     complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
     return complete[-1] if complete else None
@@ -70,8 +69,8 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
     """Returns the folder of the best checkpoint of a run, and the split that selected it.
 
-    The split is "validation" or "test". The last row of metrics.jsonl with the key best/step names the
-    checkpoint. Raises ValueError if there is no such row, or if the folder is missing.
+    The split is "validation" or "test". Raises ValueError if metrics.jsonl, the log of the run, names no best
+    checkpoint, or if the folder is missing.
     """
     rows = [values for values, _ in read_rows(run_folder) if is_step(values.get(BEST_STEP))]
     if not rows:
@@ -105,15 +104,15 @@ def explain_missing(path: Path) -> str:
 
 
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
-    """Returns the folder of the checkpoint that the config key `resume` selects. None for a new run.
+    """Returns the folder of the checkpoint that the config key `resume` selects, or None for a new run.
 
-    Its files are verified: size and hash of each file are those in manifest.json. The values of `resume` are:
+    The files of the checkpoint are verified. The values of `resume` are:
 
-    - auto: The newest intact checkpoint in the run folder. Newer damaged ones are renamed to <name>.corrupt.
-    - must: The same as auto. Raises ValueError if there is no checkpoint.
-    - never: None. Raises ValueError if there is a checkpoint, because the run would overwrite it.
-    - a path: If this run has a checkpoint, the same as auto. Otherwise the checkpoint at this path, or the
-      newest intact one if the path is a run folder.
+    - auto: The newest undamaged checkpoint in the run folder. Newer damaged ones are renamed to
+    <name>.corrupt. - must: The same as auto. Raises ValueError if there is no checkpoint. - never: None.
+    Raises ValueError if there is a checkpoint, because the run would overwrite it. - a path: If this run has
+    a checkpoint, the same as auto. Otherwise the checkpoint at this path, or the
+      newest undamaged one if the path is a run folder.
     """
     checkpoints = checkpoints_in(run_folder)
     if config.resume == "never":
@@ -132,15 +131,6 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
 
 
 def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
-    """Returns the folder of the checkpoint to load if the config key `resume` is a path.
-
-    If this run has a checkpoint, it is `newest`. Otherwise, it is the checkpoint at the path, after its files
-    were verified. Raises ValueError if there is none, or if the path is an older checkpoint of this run.
-
-    path: A checkpoint, or a run folder. In a run folder, the newest intact checkpoint is used.
-    run_folder: Folder of this run.
-    newest: The newest intact checkpoint of this run. None if it has none.
-    """
     if newest is not None:
         if path.resolve().parent == run_folder.resolve() and path.resolve() != newest.resolve():
             raise ValueError(
@@ -166,7 +156,7 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
 
 
 def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
-    """Returns the newest checkpoint whose files match its manifest. None if `folders` is empty.
+    """Returns the newest checkpoint that is not damaged. None if `folders` is empty.
 
     Warns of each damaged checkpoint that is newer. Raises ValueError if all are damaged, so that the user
     decides whether to train again from step 0.
@@ -195,7 +185,6 @@ def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Renames a damaged checkpoint to <name>.corrupt, or <name>.corrupt-2, ... Returns the new path."""
     suffix, target = 1, folder.with_name(f"{folder.name}.corrupt")
     while target.exists():
         suffix += 1
@@ -219,8 +208,7 @@ class CorruptCheckpointError(ValueError):
 def verify_checkpoint(folder: Path) -> None:
     """Compares size and hash of every file of a checkpoint folder with its manifest.json.
 
-    Raises CorruptCheckpointError if a file differs or is missing. Raises ValueError if this process may not
-    read a file, or if a file is a pointer of Git LFS (the content was not downloaded).
+    Raises CorruptCheckpointError if a file differs or is missing. Raises ValueError if a file cannot be read.
     """
     try:
         text = read_bytes(folder / MANIFEST_FILE)
@@ -246,10 +234,9 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Returns the content of a checkpoint's state.json. {} if the file is missing.
+    """Returns the content of a checkpoint's state.json, or {} if the file is missing.
 
-    It is missing, for example, if somebody copied only the weights. Raises ValueError if the file does not
-    contain a JSON object.
+    Raises ValueError if the file does not contain a JSON object.
     """
     path = folder / STATE_FILE
     try:

@@ -97,8 +97,8 @@ class Checkpoint:
         address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the training datasets. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
-        joins_repeats: Whether puzzles with equal inputs were either all trained on or all held out for
-            validation. False for runs of earlier versions.
+        joins_repeats: Whether puzzles with equal inputs were all trained on or all held out for validation.
+            False for runs of earlier versions.
         arch, global_batch_size, seed, validation_fraction, init_from: Keys of the run's config. For a file
             that the authors of a model published, the last three have their defaults.
     """
@@ -131,18 +131,17 @@ class Checkpoint:
     def run_folder(self) -> Path:
         """Returns the folder for results, such as those of an evaluation.
 
-        For a checkpoint on this machine, it is the folder that contains `path`. For a checkpoint of the
-        Hugging Face Hub, it is checkpoints/hf/OWNER/NAME.
+        It is the folder that contains `path`, or checkpoints/hf/OWNER/NAME for a checkpoint of the Hugging
+        Face Hub.
         """
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     @property
     def trained_file(self) -> Path | None:
-        """Returns the path of trained_on.safetensors. It may not exist.
+        """Returns the path of trained_on.safetensors, a file with hashes of the training examples.
 
-        The file contains hashes of the training examples. Returns None for a file step_<N> that the authors
-        of a model published.
+        The file may not exist. Returns None for a file that the authors of a model published.
         """
         if self.path.name == SHARED_WEIGHTS_FILE:
             return self.path.with_name(TRAINED_FILE)
@@ -150,20 +149,18 @@ class Checkpoint:
 
     @property
     def identities_file(self) -> Path | None:
-        """Returns the path of identities.npz. It may not exist.
+        """Returns the path of identities.npz, a file that lists the puzzle of each puzzle embedding.
 
-        The file contains the name of the puzzle to which each puzzle embedding belongs. Returns None for a
-        file step_<N> that the authors of a model published.
+        The file may not exist. Returns None for a file that the authors of a model published.
         """
         is_of_run = self.path.name == SHARED_WEIGHTS_FILE or self.path.is_dir()
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
-        """Returns where the dataset folders `data_paths` of the training are on this machine.
+        """Returns the folders of the training datasets on this machine.
 
-        A relative path starts at the folder in which the training was started. That folder is unknown.
-        Therefore this method tries the working directory, the run folder, and three folders above it. If none
-        contains the dataset, it returns the path in the working directory.
+        Looks for a relative path in the working directory, in the run folder, and in three folders above it.
+        If a dataset is not found, the result has its path in the working directory.
         """
         above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])
         choices = [[folder / name for folder in above] for name in self.data_paths]
@@ -176,8 +173,9 @@ class Checkpoint:
 def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
     """Finds checkpoints, and returns their descriptions on all ranks. All ranks call it.
 
-    Rank 0 calls `find_checkpoint` for each location. Each node downloads from the Hugging Face Hub once. An
-    error ends all ranks.
+    Each node downloads from the Hugging Face Hub once. An error ends all ranks.
+
+    locations: As in `find_checkpoint`.
     """
     checkpoints = None
     with collective_errors():
@@ -195,7 +193,6 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
-    """Downloads a checkpoint of the Hub to this node. Returns a description with the path on this node."""
     from runtime.hub import download_file
 
     by_hand = _by_hand(checkpoint.address)
@@ -252,23 +249,18 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
 
 
 def _follow_link(path: Path) -> Path:
-    """Returns the target of a symbolic link, so that results go into the run folder of the target.
-
-    Returns any other path unchanged. A link to a file also stays unchanged if the name of the target has no
-    step (example: a file in the cache of the Hub), or if the folder of the link contains the config.
-    """
+    # Results go into the run folder of a link's target. A link to a file is kept if the name of the target
+    # has no step (example: a file in the cache of the Hub), or if the folder of the link contains the config.
     target = path.resolve() if path.is_symlink() else path
     has_config = any(path.with_name(name).is_file() for name in PUBLISHED_CONFIGS)
     return target if target.is_dir() or (step_of(target) is not None and not has_config) else path
 
 
 def _by_hand(address: Address) -> str:
-    """Returns advice for the error message of a failed download: "download its files from ..."."""
     return f"download its files from {address.url} by hand into a folder, and pass that folder"
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Returns which of a Hub repository's files to download. Raises ValueError if it has no checkpoint."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
@@ -279,11 +271,7 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a run folder. A folder step_<N> comes before a file step_<N>.
-
-    A file step_<N> is one that the authors of a model published. Without both, returns a .ckpt file of
-    PyTorch Lightning. If there is none, raises ValueError.
-    """
+    # Without a step, returns a .ckpt file of PyTorch Lightning, so that `find_checkpoint` can refuse it.
     if newest := newest_checkpoint(folder):
         return newest
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -297,13 +285,11 @@ def _newest_step(folder: Path) -> Path:
 
 
 def _newest_published(names: list[str]) -> str:
-    """Returns the file name step_<N> or step_<N>.pt with the largest N. If none exists: "checkpoint"."""
     steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
     return max(steps, key=lambda name: step_of(Path(name)), default=PUBLISHED_WEIGHTS)
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Describes a checkpoint that `python -m share push` wrote. path: Its file model.safetensors."""
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
@@ -321,10 +307,6 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the attributes of `Checkpoint` that a run's config contains: {attribute: value}.
-
-    path: Path of the config file, for error messages.
-    """
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
     if named and isinstance(arch, dict) and arch.get("name") not in architectures():
@@ -342,10 +324,9 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Describes a folder step_<N> of a run, or a published file.
+    """Describes a step_<N> folder of a run, or a file of weights that the authors of a model published.
 
-    Published files contain weights and were written by the authors of a model. If a folder contains a
-    manifest with checksums, verifies its files. Raises CorruptCheckpointError if one is damaged.
+    If the folder contains a manifest, verifies its files. Raises CorruptCheckpointError if one is damaged.
 
     step: Training step N. None if unknown.
     """

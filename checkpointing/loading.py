@@ -44,15 +44,14 @@ def load_trained_model(
         metadata: Metadata of the dataset that the model will read.
         raw: If True, load the raw weights. Otherwise load the averages (EMA) if the checkpoint has them.
         forward_dtype: Dtype of the model, "bfloat16" or "float32". If None, the dtype of the training.
-        rows: For each puzzle identifier of the dataset, the row of the checkpoint's puzzle embeddings to use,
-            int64 [n]. -1 selects the mean of all rows. If None, identifier i has row i.
+        rows: For each puzzle of the dataset, the row of the checkpoint's puzzle embeddings to use, int64
+            [num_puzzle_identifiers]. -1 selects the mean of all rows. If None, puzzle i has row i.
 
     Returns:
         The model in training mode.
 
     Raises:
-        ValueError: If the model cannot read such a dataset, if the weights do not match the config, or if the
-            file of weights is damaged.
+        ValueError: If the weights do not match the dataset or the config, or if their file is damaged.
     """
     weights = load_weights(checkpoint, raw=raw)
     if rows is not None:
@@ -101,16 +100,14 @@ def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
 
 
 def _written(shape: torch.Size | None) -> str:
-    """Returns a shape as text, such as "[3, 4]". Returns "none" if `shape` is None."""
     return "none" if shape is None else str(list(shape))
 
 
 @contextlib.contextmanager
 def architecture_errors(checkpoint: Checkpoint) -> Iterator[None]:
-    """Context manager that raises ValueError if its block cannot use the checkpoint's weights.
+    """Context manager that turns a KeyError, ValueError or IndexError into a message about the checkpoint.
 
-    It replaces KeyError, ValueError and IndexError of the block. The message says that the weights do not
-    match the config.
+    Raises ValueError: the weights do not match the config.
     """
     try:
         yield

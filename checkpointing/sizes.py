@@ -17,8 +17,7 @@ def sizes_in(weights: State, arch: Architecture) -> dict[str, int]:
     """Returns the sizes that a dataset must have for a model with these weights.
 
     Example: {"num_puzzle_identifiers": 1, "vocab_size": 11, "seq_len": 81}. A size is left out if the shape
-    of no weight depends on it. The function builds models of the architecture for two values of each size, to
-    find a weight and an axis that depend on it. Raises KeyError if `weights` lacks this weight.
+    of no weight depends on it. Raises KeyError if a weight is missing.
     """
     first, sizes = _shapes_for(arch), {}
     for field, second_size in _OTHER.items():
@@ -32,10 +31,6 @@ def sizes_in(weights: State, arch: Architecture) -> dict[str, int]:
 
 
 def _shapes_for(arch: Architecture, **sizes: int) -> dict[str, torch.Size]:
-    """Returns {name: shape} of the weights of a model that is built for a small example dataset.
-
-    sizes: Sizes of the dataset that replace those of the example, such as vocab_size=16.
-    """
     with torch.device("meta"):
         network = build_model(arch, usual_metadata(**(_FIRST | sizes))).network
     return {name: tensor.shape for name, tensor in network.state_dict().items()}

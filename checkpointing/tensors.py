@@ -33,15 +33,15 @@ SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the
 
 
 def shard_file(section: str, rank: int, size: int) -> str:
-    """Returns the name of a file of shards: "optimizer_3_of_8.safetensors" for rank 3 of 8 ranks."""
     return f"{section}_{rank}_of_{size}.safetensors"
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
-    """Returns the paths of all files of a section (named set of tensors) of a checkpoint.
+    """Returns the paths of all files of a group of tensors in a checkpoint.
 
-    Returns [] if the section does not exist. Raises ValueError if ranks saved shards, and the file of one of
-    these ranks is missing.
+    Returns [] if there are none. Raises ValueError if the file of one of the ranks is missing.
+
+    section: Name of the group, such as "optimizer".
     """
     pattern = re.compile(rf"{re.escape(section)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
@@ -68,18 +68,19 @@ def load_into_(
     remote_names: tuple[str, ...] = (),
     casts: Collection[str] = (),
 ) -> bool:
-    """Overwrites this rank's tensors and shards with a section (named set of tensors) of a checkpoint.
+    """Overwrites tensors and shards of this rank with those in a checkpoint.
 
-    Another number of ranks may have saved the checkpoint. If each of them saved its own tensor of a name
-    (`Shard.is_by_rank`), and the number has changed, every rank loads the mean of these tensors.
+    Another number of ranks may have saved the checkpoint. If each of them saved its own tensor of a name, and
+    the number of ranks has changed, every rank loads the mean of these tensors.
 
+    section: Name of a group of tensors in the checkpoint, such as "optimizer".
     targets: {name: full tensor or shard} on this rank, changed in place. If empty, nothing is read.
-    is_optional: Whether the section may be missing. The targets then do not change.
+    is_optional: Whether the group may be missing. The targets then do not change.
     remote_names: Stored tensors whose names end with one of these may be missing in `targets`, because only
         other ranks hold them.
     casts: Names of tensors that may be stored in another floating-point dtype.
 
-    Returns False if an optional section is missing, otherwise True. Raises ValueError if names, shapes or
+    Returns False if an optional group is missing, otherwise True. Raises ValueError if names, shapes or
     dtypes differ, or if files are missing.
     """
     if not targets or (is_optional and not find_files(folder, section)):
@@ -107,11 +108,12 @@ def load_into_(
 
 
 def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
-    """Returns {name: full tensor} of a section (named set of tensors) of a checkpoint.
+    """Returns the full tensors of a group in a checkpoint, such as "weights": {name: tensor}.
 
-    Joins the shards of all ranks that saved it.
+    Joins the shards of all ranks that saved it. Raises ValueError if files are missing, and OSError or
+    SafetensorError if a file cannot be read.
 
-    Raises ValueError if files are missing, and OSError or SafetensorError if a file cannot be read.
+    section: Name of the group.
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, section):
@@ -125,11 +127,6 @@ def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
 
 
 def _does_not_fit(folder: Path, key: str, *, stored: object, current: object) -> ValueError:
-    """Returns the error for a tensor that has another shape or dtype in a checkpoint than in this run.
-
-    key: Name of the tensor. stored: Its shape or dtype in the checkpoint. None if the checkpoint lacks it.
-    current: The same for this run.
-    """
     stored, current = ("missing" if value is None else value for value in (stored, current))
     return ValueError(
         f"{folder} does not match this run: {key} is {stored} in the checkpoint, but {current} in this run. "
@@ -142,7 +139,7 @@ def _shape_of(tensor: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A full tensor or a shard in an open safetensors file of a checkpoint. `read` reads its values.
+    """A full tensor or a shard in an open safetensors file of a checkpoint.
 
     key: Name of the tensor. spans: Positions of the elements in the flattened full tensor. None for a full
     tensor. shape: Shape of the full tensor. is_by_rank: Whether each rank saved a separate tensor of this
@@ -160,10 +157,7 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Describes this stored row of a tensor [ranks, ...] as a separate full tensor.
-
-        Only for a tensor of which each rank saved its own row (`is_by_rank`). Does not read the values.
-        """
+        # One row of a tensor [ranks, ...], described as a full tensor.
         return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0, casts: bool = False) -> None:
@@ -172,7 +166,7 @@ class _Stored(NamedTuple):
         Raises ValueError if the shape of the full tensor or the dtype differs.
 
         target: Full tensor, or the shard that this rank holds.
-        weight: Fraction of the stored value in the result: target += weight * (stored - target).
+        weight: Weight of the stored values in the result: target += weight * (stored - target).
         casts: Whether the stored floating-point dtype may differ from that of `target`.
         """
         if self.shape != _shape_of(target):
@@ -195,10 +189,9 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path, section: str) -> Iterator[_Stored]:
-    """Yields every full tensor and shard in the files of a section (named set of tensors) of a checkpoint.
+    """Yields every full tensor and shard of a group in a checkpoint, without reading the values.
 
-    Does not read their values. Raises ValueError if the section is missing, and at the end if the shards of a
-    tensor overlap or leave gaps.
+    Raises ValueError if the group is missing, and at the end if the shards of a tensor overlap or leave gaps.
     """
     paths = find_files(folder, section)
     if not paths:
@@ -269,7 +262,7 @@ _Index = slice | Tensor
 
 
 def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
-    """Finds the elements of a full tensor that both of two shards contain. Returns None if there are none.
+    """Finds the elements of a full tensor that two shards have in common. Returns None if there are none.
 
     Returns (unit, index into the stored shard, index into the target shard). If each shard is reshaped to
     [n, unit], the indices select the common rows of both, in the same order.
@@ -293,9 +286,6 @@ def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
 
 
 def _units_of(span: Span, unit: int) -> np.ndarray:
-    """Returns the positions that a span covers, divided by `unit`, which must divide all its fields.
-
-    A result g means the positions g * unit to (g + 1) * unit - 1. The result is int64 [n].
-    """
+    # The result g stands for the positions g * unit to (g + 1) * unit - 1.
     first = (span.start + span.stride * np.arange(span.count)) // unit
     return (first[:, None] + np.arange(span.length // unit)).reshape(-1)

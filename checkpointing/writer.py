@@ -49,7 +49,7 @@ class CheckpointWriter:
     calls it.
 
     On rank 0, `failure` is the reason why the last save failed, or None if it succeeded. `saved` contains the
-    folders of completed checkpoints.
+    folders of the checkpoints that were written.
     """
 
     def __init__(self, run_folder: Path, *, keep: int | None, best_of: Callable[[Iterable[int]], int | None]):
@@ -63,10 +63,10 @@ class CheckpointWriter:
     def start(self, step: int, sections: dict[str, Tensors], contents: dict[str, bytes]) -> None:
         """Copies this rank's tensors to host memory, and starts a thread that writes them to disk.
 
-        Waits for the previous save first. Does nothing if step_<N> exists. All ranks call it. A failure, here
-        or in the thread, only causes a warning.
+        Waits for the previous save first. Does nothing if step_<N> exists. All ranks call it. A failure only
+        causes a warning.
 
-        sections: {name of a set of tensors: {name: full tensor or shard}}. Rank 0 writes the full tensors.
+        sections: {name of a group of tensors: {name: full tensor or shard}}. Rank 0 writes the full tensors.
         contents: {file name: content} of files that the thread also writes. Empty except on rank 0.
         """
         self.wait()
@@ -93,10 +93,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def _copy_to_host(self, sections: dict[str, Tensors]) -> None:
-        """Copies the tensors that this rank writes into host memory. It is pinned for CUDA tensors.
-
-        Later saves reuse the memory. sections: {name of a set of tensors: {name: full tensor or shard}}.
-        """
+        # Later saves reuse the memory of the copies.
         for section, tensors in sections.items():
             copies = self._copies.setdefault(section, {})
             for name, value in local_part(tensors).items():
@@ -109,11 +106,7 @@ class CheckpointWriter:
             torch.cuda.current_stream().synchronize()
 
     def _write(self, unfinished: Path, target: Path, contents: dict[str, bytes], failure: str) -> None:
-        """Writes a checkpoint. The thread of each rank runs it, and rank 0 completes the folder.
-
-        unfinished: Temporary folder. target: Final folder. contents: {file name: content} of further files.
-        failure: Why this rank could not copy its tensors, or "". With a failure, the checkpoint is not saved.
-        """
+        # The thread of each rank runs this. With a `failure` of any rank, the checkpoint is not saved.
         written = {"failure": failure} if failure else _write_local(unfinished, self._copies, contents)
         if not is_main():
             _send_to_rank_0(unfinished.name, written)
@@ -140,8 +133,7 @@ class CheckpointWriter:
         Returns {file name: {"bytes": size, "sha256": hash}}. Raises RuntimeError if a rank failed, or did not
         report its files in time.
 
-        name: Name of the temporary folder. The ranks use it as key of their reports.
-        of_rank_0: Result of `_write_local` on rank 0.
+        name: Name of the temporary folder. of_rank_0: Result of `_write_local` on rank 0.
         """
         of_ranks = [of_rank_0]
         if world_size() > 1:
@@ -175,7 +167,6 @@ class CheckpointWriter:
                     log.warning(f"cannot remove the old checkpoint {folder} ({error}). Training continues.")
 
     def _fail(self, target: Path, reason: str) -> None:
-        """Warns that the checkpoint `target` could not be saved, and stores why. Training continues."""
         self.failure = reason
         continues = "Training continues. Earlier checkpoints are not removed."
         log.warning(f"checkpoint not saved: {target} ({reason}). {continues}")
@@ -196,10 +187,10 @@ class CheckpointWriter:
 
 
 def local_part(tensors: Tensors) -> Tensors:
-    """Returns {name: tensor or shard} with what this rank writes. Rank 0 also writes the full tensors.
+    """Returns {name: tensor or shard} with what this rank writes. Only rank 0 writes full tensors.
 
-    If a lower rank holds the same shard (`Shard.is_copy`), only that rank writes it. The result then contains
-    a shard of the same name with 0 elements. The input does not change.
+    If a lower rank holds the same shard, only that rank writes it. The result then contains an empty shard of
+    the same name.
 
     tensors: {name: full tensor or shard} of this rank. The names of the shards must be equal on all ranks.
     """
@@ -214,12 +205,9 @@ def local_part(tensors: Tensors) -> Tensors:
 
 
 def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
-    """Writes and flushes the files of this rank. Does not raise.
+    """Writes the files of this rank. Does not raise.
 
     Returns {"files": {file name: {"bytes": size, "sha256": hash}}, "failure": ""}, or {"failure": reason}.
-
-    sections: {name of a set of tensors: {name: tensor or shard}}. contents: {file name: content} of further
-    files.
     """
     try:
         paths = [path for name, tensors in sections.items() for path in save_section(tensors, folder, name)]
@@ -232,13 +220,12 @@ def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str,
 
 
 def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
-    """Writes full tensors to <section>.safetensors, and shards to <section>_<rank>_of_<ranks>.safetensors.
+    """Writes a group of tensors of a checkpoint. Returns the paths of the files.
 
-    Returns the paths of the written files. If there are no full tensors, or no shards, their file is not
-    written. Only one rank may pass full tensors. The metadata of a file of shards contain, for each shard,
-    the positions of its elements in the full tensor.
+    Full tensors are in <section>.safetensors, and shards in <section>_<rank>_of_<ranks>.safetensors. Only one
+    rank may pass full tensors.
 
-    tensors: {name: full tensor or shard}. section: Name of this set of tensors, such as "optimizer".
+    tensors: {name: full tensor or shard}. section: Name of the group, such as "optimizer".
     """
     full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}
@@ -255,7 +242,6 @@ def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
 
 
 def _close_file(path: Path) -> dict[str, Any]:
-    """Flushes a written file to disk (fsync). Returns {"bytes": size, "sha256": hash} for the manifest."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         os.fsync(file.fileno())
         # Hash the file in one call. It releases Python's global lock, so that training continues meanwhile.
@@ -267,7 +253,6 @@ def _describe(error: Exception) -> str:
 
 
 def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
-    """Sends the result of `_write_local` to rank 0, through the key-value store of torch.distributed."""
     try:
         connect_store().set(f"{name}/{rank()}", json.dumps(written))
     except Exception as error:  # rank 0 then reaches its time limit
@@ -278,5 +263,4 @@ def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
 
 
 def _unfinished_folder(target: Path) -> Path:
-    """Returns the path of a temporary folder next to `target`, with a random suffix, without creating it."""
     return target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")

@@ -41,7 +41,7 @@ class Strict(pydantic.BaseModel):
     VERBATIM: ClassVar[tuple[str, ...]] = ()  # keys with texts that are never read as a path, a list or null
 
     def mistakes(self) -> Iterator[str]:
-        """Yields a message for each wrong combination of keys. The validation raises the first message."""
+        """Yields a message for each wrong combination of keys. Creating a config raises the first message."""
         yield from ()
 
     @pydantic.model_validator(mode="after")
@@ -63,13 +63,11 @@ class LossConfig(Strict):
 class ArchConfig(Strict):
     """The base class of every model's config: the keys that all models have, and facts about the model.
 
-    The class variables are the facts. Other packages read them, so that they need not know the models.
-
     Attributes:
         title: Short name of the model in papers.
         paper: (Full name of the model, arXiv number). None if there is no paper.
-        cycle_keys: Keys of loops inside one call of the model, such as "H_cycles". A stage of a curriculum (a
-            part of the training) may change their values.
+        cycle_keys: Keys with a number of loops inside one call of the model, such as "H_cycles". A curriculum
+            may change their values during the training.
         has_q_continue: Whether the model has the output q_continue_logits.
         finds_candidates: Whether the model needs to know which labels each input token may have
             (`Metadata.candidates`). They are read from the training data.
@@ -98,20 +96,19 @@ class ArchConfig(Strict):
 
     @property
     def has_puzzle_embeddings(self) -> bool:
-        """Returns whether each puzzle identifier has a learned embedding."""
         return self.puzzle_emb_ndim > 0
 
     def check_outputs(self, names: list[str]) -> None:
-        """Raises ValueError if `names` contains an output that the model does not have.
-
-        names: Outputs to save, the value of the config key `save_outputs`. Example: ["q_continue_logits"].
-        """
+        """Raises ValueError if the model does not have one of the outputs, such as "q_continue_logits"."""
         if "q_continue_logits" in names and not self.has_q_continue:
             raise ValueError(f"save_outputs: arch={self.name} has no q_continue_logits. Remove it.")
 
 
 class TokenConfig(ArchConfig):
-    """The keys of models with one hidden vector for each cell and each position of the puzzle embedding."""
+    """The keys of models with one hidden vector for each cell. Base class of their configs.
+
+    The puzzle embedding takes further hidden vectors before those of the cells.
+    """
 
     has_q_continue: ClassVar[bool] = True
 
@@ -124,7 +121,7 @@ class TokenConfig(ArchConfig):
 
     @property
     def num_puzzle_positions(self) -> int:
-        """Returns how many positions before the cells hold the puzzle embedding. 0 without an embedding."""
+        """Returns the number of hidden vectors that the puzzle embedding takes. 0 without an embedding."""
         if not self.puzzle_emb_ndim:
             return 0
         return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
@@ -193,7 +190,10 @@ class HRMConfig(TokenConfig):
 
 
 class TRMConfig(TokenConfig):
-    """The config of the Tiny Recursive Model (TRM). H_layers has no effect; published configs have it."""
+    """The config of the Tiny Recursive Model (TRM).
+
+    H_layers has no effect. It exists because published configs contain it.
+    """
 
     title: ClassVar[str] = "TRM"
     paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
@@ -221,7 +221,10 @@ class TRMConfig(TokenConfig):
 
 
 class TRMSingleZConfig(TokenConfig):
-    """The config of TRM with one state. H_layers has no effect; published configs have it."""
+    """The config of TRM with one state.
+
+    H_layers has no effect. It exists because published configs contain it.
+    """
 
     title: ClassVar[str] = "TRM single z"
     paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
@@ -348,7 +351,7 @@ class FPRMConfig(TokenConfig):
 
 
 class FlowConfig(TokenConfig):
-    """The config of Looped Flows: TRM's level as the step of a flow from noise to the answer."""
+    """The config of Looped Flows."""
 
     title: ClassVar[str] = "Looped Flows"
     paper: ClassVar[tuple[str, str]] = "Looped Flows", "2609.11801"
@@ -390,7 +393,6 @@ class TransformerConfig(TokenConfig):
 class SERRMConfig(ArchConfig):
     """The config of the Symbol-Equivariant Recurrent Reasoning Model (SE-RRM).
 
-    The model has no Q head. In training, a puzzle halts at random, with halt_exploration_prob in each step.
     If puzzle_emb_ndim is not 0, there are puzzle embeddings. The model determines their size.
     """
 
@@ -485,19 +487,15 @@ _BUILT_IN = (
 
 
 def architectures() -> dict[str, type[ArchConfig]]:
-    """Returns {name: config class} for all values of `arch.name`, such as {"hrm": HRMConfig, ...}.
+    """Returns {name: config class} for all models, such as {"hrm": HRMConfig, ...}.
 
-    It includes the models of imported plugins (users' Python files).
+    This includes the models of imported plugins (users' Python files).
     """
     schemas = [*_BUILT_IN, *plugins.defined("Config")]
     return {typing.get_args(schema.model_fields["name"].annotation)[0]: schema for schema in schemas}
 
 
 def _choose_class(values: Any) -> Any:
-    """Validates the config section `arch` with the class that its key `name` selects, such as HRMConfig.
-
-    Returns an object of this class. Returns `values` unchanged if it is not a dict.
-    """
     if not isinstance(values, dict):
         return values
     if "name" not in values:

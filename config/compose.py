@@ -70,21 +70,19 @@ def compose_config(
 
 
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Returns the checked config for a list of key=value texts, such as ["lr=1e-3", "arch=trm"].
+    """Returns the checked config for command-line arguments such as ["lr=1e-3", "arch=trm"].
 
-    Keys that are not in the list have their default values. Raises ValueError with one line for a mistake.
+    Other keys have their default values. Raises ValueError with one line for a mistake.
 
     schema: Class of the config, such as PretrainConfig.
-    overrides: The texts. They may include --config-dir FOLDER.
     """
     return validate_config(schema, compose_values(schema, overrides))
 
 
 def compose_values(schema: type[Config], overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns the config for a list of key=value texts as a dict. The values are not checked.
+    """Returns the config for command-line arguments as a dict. The values are not checked.
 
     Example: ["lr=1e-3", "arch=trm"] gives {"lr": 0.001, "arch": {"name": "trm", ...}, ...}, with defaults.
-    `compose_overrides` does the same, but checks the values.
     """
     options = _read_command_line(overrides)
     return _values(schema, _compose(schema, options.overrides, options.config_dir))
@@ -101,11 +99,10 @@ def config_with(schema: type[Config], **values: Any) -> Config:
 
 
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
-    """Splits the command line of this process into a config and arguments for another program.
+    """Splits the command line of this process into a config and the arguments for another program.
 
-    Returns (checked config, other arguments). The config gets the arguments that set a key of `schema`. The
-    other arguments are not checked. search.py passes them to pretrain.py. Returns None after --help and
-    --cfg job, because they only print.
+    Returns (config, other arguments). The config gets the arguments that set a key of `schema`. The other
+    arguments are not checked. Returns None after --help and --cfg job, because they only print.
 
     schema: Class of the config, such as SearchConfig.
     """
@@ -142,10 +139,10 @@ def _compose_or_show(
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
-    """Parses key=value texts into Hydra's `Override` objects: (key, value), or (key, values to try).
+    """Parses command-line arguments such as "lr=1e-3" or "lr=1e-3,2e-3" into Hydra's `Override` objects.
 
-    Example of several values: "lr=1e-3,2e-3". A single value of a key of type str stays a str, even if it
-    looks like a number. Raises ValueError with one line for a mistake.
+    A single value of a key of type str stays a str, even if it looks like a number. Raises ValueError with
+    one line for a mistake.
 
     schema: Class of the config with the keys, such as PretrainConfig.
     """
@@ -200,7 +197,7 @@ def _leave_out_of_experiment(
     usual: str,
     notice: Callable[[str], None],
 ) -> None:
-    """Resets `arch` values of an experiment that do not fit the chosen model, in place.
+    """Resets values of an experiment that do not fit the chosen model, in place.
 
     An experiment is a YAML file of settings for one model. With `arch=NAME`, the user may choose another
     model. Calls `notice` with a line that names the values that are reset and those that stay.
@@ -238,10 +235,7 @@ def _leave_out_of_experiment(
 
 
 def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> list[str] | None:
-    """Returns the keys with a wrong value. Returns None if all values are right.
-
-    Returns [] if each value is right, but their combination is wrong.
-    """
+    # The result is None if all values are right, and [] if only their combination is wrong.
     try:
         schema.model_validate(values)
     except pydantic.ValidationError as error:
@@ -296,11 +290,10 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
 
 
 def _translate(schema: type[Config], override: str) -> list[str]:
-    """Translates a key=value text from the command line into one or several texts for Hydra.
+    """Translates a command-line argument such as "lr=1e-3" into one or several arguments for Hydra.
 
-    Adds quotes to the value if `schema` declares the key as a text. Keys of the published code of HRM, TRM
-    and URM are replaced by the keys of this repository: "load_checkpoint=a" becomes "init_from='a'". Raises
-    ValueError if the key is a setting of Hydra itself, or if arch or experiment is not a name.
+    Adds quotes to a value that is a text. Also translates keys of the published code of HRM, TRM and URM:
+    "load_checkpoint=a" becomes "init_from='a'". Raises ValueError for a setting of Hydra itself.
     """
     typed, equals, value = override.partition("=")
     key = KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
@@ -341,7 +334,7 @@ class _CommandLine(argparse.ArgumentParser):
 def show(text: str) -> None:
     """Prints a text on stdout. Raises ValueError if that fails.
 
-    If the output goes to a pipe such as `| head`, and its reader has ended, nothing is raised.
+    If the reader of a pipe has ended, such as `head`, nothing is raised.
     """
     try:
         print(text, file=Patient(sys.stdout), flush=True)

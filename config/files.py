@@ -16,7 +16,6 @@ _FORMER_FORMAT = "bfloat16"  # the default of `arch.forward_dtype` before there 
 
 
 def config_to_yaml(config: pydantic.BaseModel) -> str:
-    """Returns a config as YAML text, as it is stored in the file config.yaml."""
     return to_yaml(config.model_dump())
 
 
@@ -30,7 +29,7 @@ def load_defaults(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _read_defaults(name: str) -> DictConfig:
-    """Reads config/<name>.yaml once in a process. Parsing takes 20 ms, and every config needs it."""
+    # Read each file once, because parsing takes 20 ms, and every config needs it.
     values = OmegaConf.load(FOLDER / f"{name}.yaml")
     values.pop("defaults", None)
     return values
@@ -39,8 +38,7 @@ def _read_defaults(name: str) -> DictConfig:
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of a stored config of pretrain.py, with defaults for missing keys. Checks no value.
 
-    The config may come from an older version. Old names in `arch` are replaced (`rename_old_keys`).
-    Exceptions:
+    The config may come from an older version. Old names in `arch` are replaced. Exceptions:
 
     - A missing `data_path` stays missing.
     - If `arch.forward_dtype` is missing or "auto", it becomes bfloat16, the default of older versions.
@@ -60,7 +58,7 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(values: dict[str, Any]) -> str:
-    """Returns the dtype of activations in a stored config of pretrain.py: "bfloat16" or "float32".
+    """Returns the dtype in which a run computes, "bfloat16" or "float32", from its stored config.
 
     It is the value of `arch.forward_dtype`. If that is missing or "auto", returns "bfloat16". Raises
     ValueError for another value.
@@ -87,16 +85,16 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed_words(values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """Returns the key=value texts that change the config `defaults` into `values`. Both are nested dicts.
+    """Returns the command-line arguments that change the config `defaults` into the config `values`.
 
-    Example: ["lr=0.001", "arch.H_cycles=2"].
+    Both are nested dicts. Example: ["lr=0.001", "arch.H_cycles=2"].
     """
     usual = flatten(defaults)
     return [word(key, value) for key, value in flatten(values).items() if value != usual.get(key, ...)]
 
 
 def word(key: str, value: Any) -> str:
-    """Returns a key=value text for a command line, such as "samples=[1, 8]"."""
+    """Returns a command-line argument such as "samples=[1, 8]"."""
     text = to_yaml(value, default_flow_style=True, width=10**6)
     return f"{key}={text.strip().removesuffix('...').strip()}"
 

@@ -46,8 +46,7 @@ _DRY_RUN = (
 def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.ValidationError) -> str:
     """Converts pydantic's errors about a config to one line, such as "lr=-1 should be ...".
 
-    The message describes only one error: the first unknown key, otherwise the first error. If a key may have
-    several types, the message names all of them.
+    The message is about one key: the first unknown one, otherwise the first with an error.
 
     schema: Class of the config, such as PretrainConfig.
     """
@@ -76,7 +75,7 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
 def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> str:
     """Converts an error of Hydra or OmegaConf about the command line to a message of one line.
 
-    schema: Class of the config. If a key is unknown, the message suggests one of its keys.
+    schema: Class of the config.
     """
     lines = [line.strip() for line in str(error).splitlines()]
     if unknown := re.match(r"Could not override '(.+)'", lines[0]):
@@ -106,9 +105,7 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
 
 
 def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
-    """Returns the message for an unknown key: "unknown key 'lrs', did you mean 'lr'?".
-
-    If the key belongs to another model, or if it has another form here, the message says so instead.
+    """Returns the message for an unknown key, such as "unknown key 'lrs', did you mean 'lr'?".
 
     schema: Class of the config with the known keys.
     """
@@ -130,11 +127,7 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
 
 
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
-    """Returns the dotted name of the wrong key in an error of pydantic, such as "arch.H_cycles".
-
-    schema: Class of the config with the known keys.
-    error: Entry of pydantic's list of errors.
-    """
+    # Returns the dotted name of the wrong key, such as "arch.H_cycles".
     *path, last = error["loc"] or ("",)
     names = {name for key in _keys((schema,)) for name in key.split(".")}
     if error["type"] == "extra_forbidden":
@@ -144,11 +137,7 @@ def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
 
 
 def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[str]:
-    """Returns all keys of config classes, such as "lr" and, from nested classes, "arch.H_cycles".
-
-    models: Classes of configs, such as PretrainConfig.
-    prefix: Text to put before each key, such as "arch.".
-    """
+    # Keys of nested classes have names such as "arch.H_cycles".
     annotations: dict[str, list[Any]] = {}
     for model in models:
         for name, field in model.model_fields.items():
@@ -166,9 +155,11 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
 def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: str = "data_path") -> None:
     """Raises ValueError if a dataset folder is missing.
 
-    The message contains the command that builds it, if an experiment (YAML file of settings) has this folder.
+    If the command that builds it is known, the message contains it.
 
-    experiment: Name of the experiment to look in, such as "demo". If None, all experiments.
+    experiment: Name of the experiment (YAML file of settings) that may contain the command, such as "demo".
+    If
+        None, all experiments.
     key: Config key that names the folders, for the message.
     """
     for folder in folders:
@@ -194,10 +185,7 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
 
 
 def _data_of(experiment: str) -> str | None:
-    """Returns the shell command that builds the dataset of an experiment. None if it is not known.
-
-    experiment: Name of a YAML file of settings, such as "demo". Its comment `# Data: ...` has the command.
-    """
+    # The comment `# Data: ...` of an experiment contains the command that builds its dataset.
     path = FOLDER / "experiment" / f"{experiment}.yaml"
     text = path.read_text() if path.is_file() else ""
     found = re.search(r"^# Data: *((?:.*\\\n)*.*)$", text, re.MULTILINE)
@@ -247,7 +235,6 @@ def help_text(program: str, topic: str = "") -> str:
 
 
 def _help_of_arch(file: Path) -> list[str]:
-    """Returns the help lines for the keys of a model. file: Its YAML file config/arch/<name>.yaml."""
     return [*_wrap(f"arch={file.stem}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
 
 
@@ -259,13 +246,6 @@ def _help_of_experiments() -> list[str]:
 
 
 def _help_of_key(program: str, key: str) -> list[str]:
-    """Returns the help lines for a key, or for a group of keys such as "arch.loss".
-
-    Raises ValueError if no key matches, or if several keys end in the given part.
-
-    program: Name of the program, such as "pretrain".
-    key: Complete key, or its last part, such as "H_cycles" for "arch.H_cycles".
-    """
     files = [(FOLDER / f"{program}.yaml", "")]
     if program == "pretrain":
         files += [(file, "arch.") for file in sorted((FOLDER / "arch").glob("*.yaml"))]
@@ -326,7 +306,6 @@ def _keys_of(
 
 
 def _row(left: str, right: str) -> list[str]:
-    """Formats a key and its meaning as help lines in two columns. A long key gets its own line."""
     lines = _wrap(right, indent=_COMMENT_COLUMN)
     if len(left) + 4 > _COMMENT_COLUMN:
         return [f"  {left}", *lines]

@@ -97,10 +97,9 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
     @property
     def asks_for_settings(self) -> bool:
-        """Returns whether the evaluation compares settings, and writes their results to scaling.json.
+        """Returns whether the evaluation writes scaling.json.
 
-        A setting is a number of thinking steps and a number of runs of each puzzle. True if halt_max_steps
-        has several values, if samples is not 1, if `select` is not q_head, or with retry_samples.
+        True if a key such as `samples` or `select` differs from its default.
         """
         is_plain = self.samples == [1] and self.select == ["q_head"] and self.retry_samples is None
         return len(self.halt_max_steps or []) > 1 or not is_plain

@@ -115,10 +115,10 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config section `arch` with today's names of models and keys.
+    """Returns the config section `arch` of an older version with today's names of models and keys.
 
-    In older versions, infiloop was TRM with the key `update: gate`, and trm_singlez was TRM with the key
-    `single_z: true`. Raises ValueError if another model has one of these settings, or if both are set.
+    For example, the model infiloop was TRM with the key `update: gate`. Raises ValueError if the old keys do
+    not fit the model.
     """
     has_gate, is_single_z = arch.get("update", "plain") == "gate", bool(arch.get("single_z"))
     values = {key: value for key, value in arch.items() if key not in ("update", "single_z")}

@@ -57,18 +57,11 @@ _OPTIMIZERS = ("adam_atan2", "adamw", "muon")
 
 
 def find_optimizer(name: str) -> Any:
-    """Returns the optimizer with this name from an imported plugin (a user's Python file).
-
-    Returns None if no plugin has it, also for built-in optimizers such as "adamw".
-    """
+    """Returns the optimizer with this name from an imported plugin (a user's Python file), or None."""
     return next((optimizer for optimizer in plugins.defined("OPTIMIZER") if optimizer.name == name), None)
 
 
 def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
-    """Yields a message if `epochs` is not a multiple of `eval_interval`. The message proposes valid values.
-
-    interval: Value of `eval_interval`.
-    """
     if epochs is not None and interval is not None and epochs % interval:
         lower = next(divisor for divisor in range(min(interval, epochs), 0, -1) if epochs % divisor == 0)
         upper = next((divisor for divisor in range(interval, epochs + 1) if epochs % divisor == 0), lower)
@@ -102,7 +95,7 @@ class MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """One stage of a curriculum: a part of the training with its own data or its own number of cycles.
+    """One stage of a curriculum: a part of the training with its own data or its own settings of the model.
 
     If `epochs` is set, the stage lasts for this number of epochs, and precedes the main training. If `share`
     is set instead, the stage is this fraction of the main training. Such stages follow one another from its
@@ -119,10 +112,7 @@ class StageConfig(Strict):
 
     @property
     def cycles(self) -> dict[str, int]:
-        """Returns the numbers of cycles that this stage sets, such as {"H_cycles": 2}.
-
-        Cycles are loops inside one call of the model.
-        """
+        """Returns the numbers of loops in the model that this stage sets, such as {"H_cycles": 2}."""
         values = {"H_cycles": self.H_cycles, "L_cycles": self.L_cycles, "loops": self.loops}
         return {key: value for key, value in values.items() if value}
 
@@ -137,11 +127,6 @@ class StageConfig(Strict):
 
 
 def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[str]:
-    """Returns all training data folders, each once: those of the main training, then those of the stages.
-
-    data_path: Folders of the main training.
-    curriculum: Stages, which may have other folders.
-    """
     of_stages = [path for stage in curriculum for path in stage.data_path or []]
     return list(dict.fromkeys([*data_path, *of_stages]))
 
@@ -341,10 +326,7 @@ class PretrainConfig(MachineConfig):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Returns {"lr": ..., "puzzle_emb_lr": ...}, the highest learning rates of the schedule.
-
-        If `lr_scaling` is not "none", they are still to be multiplied by a factor for the batch size.
-        """
+        """Returns {"lr": ..., "puzzle_emb_lr": ...}, without the factor for the batch size (`lr_scaling`)."""
         return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
 
 

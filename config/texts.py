@@ -31,7 +31,7 @@ def quoted(text: str) -> str:
 
 
 def quote_value(typed: str) -> str:
-    """Puts a text in quotes for Hydra, or each text of a list: "[a,b]" becomes "['a','b']".
+    """Puts quotes around a text, or around each text of a list: "[a,b]" becomes "['a','b']".
 
     `null` and quoted texts stay unchanged.
     """
@@ -41,7 +41,6 @@ def quote_value(typed: str) -> str:
 
 
 def check_encoding(argument: str) -> None:
-    """Raises ValueError if a command-line argument is not valid in the locale's encoding, such as UTF-8."""
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -76,7 +75,7 @@ def expand_home(key: str, value: Any) -> Any:
 
 
 def _leaves(annotation: Any) -> set[Any]:
-    """Returns the basic types in a type annotation: {str, NoneType} for `list[str] | None`."""
+    # Example: {str, NoneType} for `list[str] | None`.
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _leaves(members[0])

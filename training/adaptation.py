@@ -34,11 +34,11 @@ def adapt(
     raw: bool = False,
     forward_dtype: str | None = None,
 ) -> HaltingModel:
-    """Trains only new puzzle embeddings on `demonstrations`. Returns the model in evaluation mode.
+    """Trains new puzzle embeddings on some puzzles, and returns the model in evaluation mode.
 
-    Runs in one process. If the number of embeddings changes, each starts as the mean of the checkpoint's.
+    All other weights stay as in the checkpoint. Runs in one process.
 
-    demonstrations: Training puzzles. Step i trains on puzzle i. All have the same number of examples. The
+    demonstrations: Training puzzles, one for each training step. All have the same number of examples. The
         identifier of a puzzle is the number of its embedding in the returned model, from 0.
     metadata: Sizes of the dataset. The number of embeddings in it is not used.
     raw: Whether to start from the weights themselves instead of their moving averages (EMA).

@@ -26,7 +26,7 @@ def goal_of(name: str) -> Literal["max", "min"] | None:
 
 
 class Selection:
-    """The rule that selects the best checkpoint from the rows of metrics.jsonl, the log of a run.
+    """Selects the best checkpoint of a run by a metric in its log, metrics.jsonl.
 
     The best loss is the lowest one. For any other metric, the highest value is the best. If several values
     are equal, the newest checkpoint is the best. `selected_by` is the split of the metric, "validation" or
@@ -46,7 +46,7 @@ class Selection:
         self.lowest_is_best = goal_of(keep_best) == "min"
 
     def value(self, row: Mapping[str, float]) -> float | None:
-        """Returns the value of `keep_best` in a row of metrics.jsonl. None if the row lacks this metric."""
+        """Returns the value of the metric in a row of metrics.jsonl, or None if it is missing."""
         if self._is_one_value:
             return row.get(self.metric)
         evaluator, slash, _ = self.metric.rpartition("/")
@@ -59,22 +59,22 @@ class Selection:
         )
 
     def short_name(self, name: str) -> str | None:
-        """Returns the metric in a key of metrics.jsonl: "accuracy" for "eval/all/accuracy".
+        """Returns the metric in a key of metrics.jsonl, such as "accuracy" for "eval/all/accuracy".
 
-        None if the key does not belong to the split that selects the best checkpoint. If that is the
-        validation split, only keys that start with "validation/" belong to it.
+        Returns None if the key belongs to another split than the one that selects the checkpoint.
         """
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
 
     def is_evaluated(self, row: Mapping[str, float]) -> bool:
-        """Returns whether a row of metrics.jsonl has metrics of the split that selects the checkpoint."""
         return any(name.startswith(f"{self._pass}/") for name in row)
 
     def best_step(self, values: Mapping[int, float]) -> int | None:
-        """Returns the step with the best of `values`, {training step: value of the metric}.
+        """Returns the step with the best value. Of equal values, the latest step.
 
-        Of equal values, the latest step. None if no value is finite.
+        Returns None if no value is finite.
+
+        values: {training step: value of the metric}.
         """
         sign = -1 if self.lowest_is_best else 1
         rated = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
@@ -82,7 +82,7 @@ class Selection:
 
 
 class BestStep:
-    """Remembers the values of the metric `keep_best` at each evaluation, and finds the best step so far.
+    """Remembers the metric `keep_best` of each evaluation, and finds the training step with the best value.
 
     Only rank 0 has values. If the config key `keep_best` is null, no step is the best.
     """
@@ -96,9 +96,8 @@ class BestStep:
     def record(self, step: int, row: Mapping[str, float]) -> dict[str, float | str]:
         """Remembers the value of the metric `keep_best` in a row of metrics.jsonl.
 
-        Returns the keys to add to the row: best/<metric> (best value so far), best/step and best/selected_by.
-        Returns {} if the row contains no evaluation, or if no evaluation so far has the metric. Warns if the
-        row contains an evaluation without the metric.
+        Returns entries to add to the row: best/<metric> (best value so far), best/step and best/selected_by.
+        Returns {} if there is no value so far, or if the row contains no evaluation.
         """
         if self._selection is None or not self._selection.is_evaluated(row):
             return {}
@@ -123,19 +122,20 @@ class BestStep:
         log.warning(f"keep_best={selection.metric} {problem}. {hint}")
 
     def among(self, steps: Iterable[int]) -> int | None:
-        """Returns the step of `steps` with the best evaluation. Other threads may call it.
+        """Returns which of some training steps has the best evaluation. Other threads may call it.
 
-        None if none of these steps has an evaluation with a finite value, or if `keep_best` is null.
+        Returns None if none of the steps has an evaluation with a finite value, or if `keep_best` is null.
         """
         values = {step: self._values[step] for step in steps if step in self._values}
         return None if self._selection is None else self._selection.best_step(values)
 
     def ends_early(self, patience: int | None) -> bool:
-        """Returns whether the run must end because its evaluations do not get better. All ranks call it.
+        """Returns whether the run must end because its evaluations no longer improve. All ranks call it.
 
-        Call it after `record`. Rank 0 decides, and broadcasts the result.
+        Rank 0 decides, and broadcasts the result.
 
-        patience: How many evaluations without a new best end the run. If None, the result is False.
+        patience: Number of evaluations without a new best value that ends the run. If None, the result is
+        False.
         """
         if patience is None or not broadcast_object(is_main() and self.is_exhausted(patience)):
             return False
@@ -148,17 +148,13 @@ class BestStep:
         return True
 
     def is_exhausted(self, patience: int) -> bool:
-        """Returns whether at least `patience` evaluations have followed the best one.
-
-        Of equal evaluations, the first counts as the best.
-        """
         steps = [step for step in sorted(self._values) if math.isfinite(self._values[step])]
         sign = -1 if self._selection.lowest_is_best else 1
         best = max(steps, key=lambda step: sign * self._values[step], default=None)  # the first of equal ones
         return best is not None and sum(step > best for step in sorted(self._values)) >= patience
 
     def state(self) -> dict[str, float | str] | None:
-        """Returns the best evaluation so far. None if there is no evaluation with a finite value.
+        """Returns the best evaluation so far, or None if there is no evaluation with a finite value.
 
         Example: {"metric": "exact_accuracy", "selected_by": "test", "step": 100, "value": 0.9}.
         """
@@ -170,9 +166,8 @@ class BestStep:
     def load_state(self, saved: dict[str, Any] | None, rows: Iterable[Mapping[str, float]]) -> None:
         """Restores the values of earlier evaluations in a resumed run. Does not communicate.
 
-        saved: What `state` returned when the checkpoint was saved, or None. Needed if metrics.jsonl lacks the
-            row of the best step.
-        rows: Rows of metrics.jsonl up to the step of the checkpoint.
+        saved: Result of `state` when the checkpoint was saved, or None.
+        rows: Rows of metrics.jsonl up to the step of the checkpoint. They may lack the best step.
         """
         if self._selection is None:
             return

@@ -68,10 +68,9 @@ _LAST_WAIT_SECONDS, _LAST_OTHERS_SECONDS = 60.0, 3.0
 
 
 def open_checkpoints(config: PretrainConfig, data: "RunData") -> "CheckpointManager":
-    """Opens the run folder, and returns its checkpoint manager. All ranks call it.
+    """Creates and locks the run folder, and returns the run's checkpoint manager. All ranks call it.
 
-    Rank 0 creates and locks the folder. Each rank opens a log file in it. An error ends all ranks with a
-    message.
+    Each rank also opens a log file in the folder. An error on rank 0 ends all ranks with a message.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
@@ -144,9 +143,9 @@ class CheckpointManager:
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
 
-        Returns when the tensors are copied to host memory. With checkpoint_async=false, it returns when this
-        rank has written its files. Does nothing if the last save was of the same step, even if it failed, or
-        if the run was resumed from this step.
+        Returns when the tensors are copied to host memory, and writes the files in a thread. With
+        checkpoint_async=false, it returns when this rank has written its files. Does nothing if this step is
+        already saved, or if saving it has failed.
         """
         if state.step == self._newest_step:
             return
@@ -159,13 +158,7 @@ class CheckpointManager:
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
     def _small_files(self, state: TrainState, numbers: dict[str, Any]) -> dict[str, bytes]:
-        """Returns {file name: content} of the small files of a checkpoint, on rank 0.
-
-        These are state.json, config.yaml, and the hashes of the examples that were trained on
-        (trained_on.safetensors). The position in the data follows from the step, so it is not stored.
-
-        numbers: Result of `state.numbers()`: the step and the metric sums.
-        """
+        # The position in the data is not stored, because it follows from the step.
         content = {
             **numbers,
             "best": self.best.state(),  # step and value of the best evaluation, or None
@@ -186,19 +179,19 @@ class CheckpointManager:
         return small_files
 
     def resume(self, state: TrainState, *, total_steps: int | None = None) -> bool:
-        """Loads the checkpoint that the key `resume` selects into `state`. All ranks call it.
+        """Loads the checkpoint that the config key `resume` selects into `state`. All ranks call it.
 
-        Without a checkpoint, the state stays at step 0. If `init_from` is set, it gets the weights of that
-        checkpoint. Removes rows of later steps from metrics.jsonl. Ends all ranks with a message if the
-        checkpoint belongs to another dataset, has other shapes, or its step is greater than `total_steps`.
+        Without a checkpoint, loads only the weights of the checkpoint in the key `init_from`, if it is set.
+        Removes rows of later steps from metrics.jsonl. Ends all ranks with a message if the checkpoint does
+        not match this run.
 
         Args:
             state: State of step 0.
             total_steps: Number of steps of the run. If None, the step of the checkpoint is not checked.
 
         Returns:
-            Whether the metrics of the step are already in metrics.jsonl. True at step 0. If False, the caller
-            must log them. `state.metrics` contains their sums.
+            Whether metrics.jsonl contains the metrics of the loaded step. True at step 0. If False, the
+            caller must log them. `state.metrics` contains their sums.
         """
         folder, config, chosen, content = self._run_folder, self._config, None, {}
         self._total_steps = total_steps
@@ -239,12 +232,6 @@ class CheckpointManager:
         return broadcast_object(is_logged) or state.step == 0
 
     def _check(self, chosen: Path, content: dict[str, Any]) -> None:
-        """Raises ValueError if this run cannot continue from a checkpoint.
-
-        It cannot if the checkpoint has another dataset, or a step after the last step of this run.
-
-        chosen: Folder of the checkpoint. content: Content of its state.json.
-        """
         if content["dataset_fingerprint"] != self._described["dataset_fingerprint"]:
             other = f"{chosen} was trained on another dataset than data_path"
             raise ValueError(f"{other}. Choose another run_name.")
@@ -253,15 +240,15 @@ class CheckpointManager:
             raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
 
     def trained_on(self, step: int) -> Trained | None:
-        """Returns hashes of all examples that this run has trained on up to training step `step`.
+        """Returns hashes of all examples on which the weights at training step `step` were trained.
 
-        Also contains the examples on which the checkpoint was trained that the run started from. Call it
-        after `resume`. Returns None on ranks other than 0, and if the constructor got None for `trained_on`.
+        This includes examples of the checkpoint from which the run started. Call it after `resume`. Returns
+        None on ranks other than 0, and if the constructor got None for `trained_on`.
         """
         return self._of_data(step).join(self._before) if is_main() and self._of_data is not None else None
 
     def pop_stall_seconds(self) -> dict[str, float]:
-        """Returns {"checkpoint_stall_seconds": time} with the time spent in `save` since the last call.
+        """Returns the seconds spent in `save` since the last call, as {"checkpoint_stall_seconds": seconds}.
 
         Returns {} if nothing was saved.
         """
@@ -269,7 +256,7 @@ class CheckpointManager:
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
 
     def pop_saved(self) -> list[Path]:
-        """Returns the folders of the checkpoints that were completed since the last call.
+        """Returns the folders of the checkpoints that were written since the last call.
 
         Returns [] on ranks other than 0.
         """

@@ -29,7 +29,10 @@ _WARMUP = 2
 
 
 class StepClock:
-    """Measures how long this rank's training steps take. Call `stop` before any other work."""
+    """Measures how long the training steps of this rank take.
+
+    Call `stop` before any work that is not part of a training step.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -57,8 +60,7 @@ class StepClock:
     def measure(self, name: str) -> Iterator[None]:
         """Context manager that measures how long a training step waits in the block.
 
-        name: Reason of the wait: "data_wait" (for the next batch) or "sync" (for other ranks). On CUDA, the
-            wait "sync" is measured on the device, so that the host does not wait.
+        name: "data_wait" if the block waits for the next batch, "sync" if it waits for other ranks.
         """
         if name == "sync" and self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -74,9 +76,8 @@ class StepClock:
     def pop(self) -> dict[str, float]:
         """Stops the clock. Returns the mean times of the steps since the last call, in seconds.
 
-        The result is {"steps": number of steps, "step_seconds": time of a step, "data_wait_seconds": wait for
-        data, "sync_seconds": wait for ranks, "compute_seconds": time without both waits}. Returns {} if no
-        step was timed.
+        The keys are "steps" (number of steps), "step_seconds", "data_wait_seconds", "sync_seconds" (wait for
+        other ranks) and "compute_seconds" (time without both waits). Returns {} if no step was timed.
         """
         self.stop()
         self._waits["sync"] += sum(begin.elapsed_time(end) for begin, end in self._sync_events) / 1000
@@ -94,16 +95,16 @@ class StepClock:
 
 
 class Stragglers:
-    """Finds a rank that is slow in row after row of the log. Only rank 0 uses it."""
+    """Finds a rank that is much slower than the others for many training steps. Only rank 0 uses it."""
 
     def __init__(self) -> None:
         self._rank, self._rows, self._steps = 0, 0, 0  # the slow rank, and since when it is slow
 
     def add_row(self, compute: Sequence[float], *, steps: int) -> str | None:
-        """Adds the times of one row of the log. Returns a warning if a rank has now become a straggler.
+        """Adds the step times of all ranks. Returns a warning if a rank has just become a straggler.
 
-        compute: Mean seconds of each rank in a step, without waits.
-        steps: Number of steps since the row before.
+        compute: Mean seconds that each rank computes in a step, without waits.
+        steps: Number of steps since the last call.
         """
         slowest = compute.index(max(compute))
         usual = median([*compute[:slowest], *compute[slowest + 1 :]] or compute)
@@ -127,9 +128,9 @@ class Stragglers:
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
     """Gathers the step times and the memory of all ranks. All ranks call it.
 
-    Returns (metrics, warning), for example ({"step_seconds": 0.12, ...}, None). The warning is a text about a
-    rank that has become a straggler (much slower than the others for many steps), or None. On ranks other
-    than 0, and if no step was timed, the result is ({}, None).
+    Returns (metrics, warning), for example ({"step_seconds": 0.12, ...}, None). The warning names a rank that
+    has become much slower than the others. On ranks other than 0, and if no step was timed, the result is
+    ({}, None).
 
     clock: Clock of this rank. Its times are reset. global_batch_size: Number of examples of a training step.
     """
@@ -178,13 +179,12 @@ def traced_steps(
     steps: Sequence[int] = (5, 7),
     details: Sequence[str] = (),
 ) -> Iterator[Callable[[], None]]:
-    """Context manager for the training steps. If enabled, profiles some of them on this rank.
+    """Context manager that profiles some training steps of this rank, if `is_enabled`.
 
     Yields a function that must be called after each step. Writes a trace for chrome://tracing or
-    ui.perfetto.dev into `folder`, and prints the ten slowest operators. Work between two steps counts as part
-    of the later step.
+    ui.perfetto.dev into `folder`, and prints the ten slowest operators.
 
-    first_step: Number of training steps that earlier launches of the run have done, for the file name.
+    first_step: Number of training steps that the run had done before this process started, for the file name.
     steps: First and last step to profile. (5, 7) means steps 5 to 7 after the start of this process.
     details: "shapes" adds the shapes of inputs to the trace, and "stacks" the lines of the source.
     """

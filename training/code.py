@@ -15,8 +15,8 @@ _CODE = ("*.py", "*.yaml", *(f":(exclude){folder}" for folder in sorted(NOT_RUN)
 def git_commit() -> str | None:
     """Returns the hash of the git commit of this repository, such as "30f8c8...".
 
-    If code that a run uses has uncommitted changes, "+changes" is added. Without a repository or git, returns
-    the environment variable CODE_COMMIT (set in container images). None if that is not set.
+    Adds "+changes" if the code has uncommitted changes. Without git, returns the environment variable
+    CODE_COMMIT, or None if it is not set.
     """
     commit = git("rev-parse", "HEAD").strip()
     return commit + (CHANGES if code_diff() else "") if commit else os.environ.get("CODE_COMMIT") or None
@@ -24,9 +24,9 @@ def git_commit() -> str | None:
 
 @functools.cache
 def code_diff() -> str:
-    """Returns the uncommitted changes of code that a run uses, as a git diff. "" without changes.
+    """Returns the uncommitted changes of the code as a git diff. "" without changes.
 
-    It also contains new files that git does not track. It is cut off after 1 MiB.
+    The diff is cut off after 1 MiB.
     """
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
@@ -37,9 +37,9 @@ def code_diff() -> str:
 
 
 def git(*arguments: str) -> str:
-    """Runs a git command in this repository, such as git("diff", "HEAD"). Returns its stdout.
+    """Runs a git command in this repository, such as git("diff", "HEAD"), and returns its stdout.
 
-    Returns "" if there is no repository, if git cannot run, or if it takes more than 10 s.
+    Returns "" if the command cannot run, or takes more than 10 s.
     """
     try:
         options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 10}

@@ -28,8 +28,7 @@ _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 class Console:
     """Shows the progress of a training on the terminal.
 
-    A progress bar has the newest training metrics. Above it, each evaluation prints one line for each test
-    set. On the bar, "solved" is the exact accuracy of puzzles when the model stops thinking about them.
+    A progress bar shows the newest training metrics. Each evaluation prints one line for each test set.
 
     steps: range(number of training steps done, step after which this process ends).
     """
@@ -64,15 +63,15 @@ class Console:
             )
 
     def _is_worst(self, metrics: Mapping[str, float]) -> bool:
-        """Returns whether the best value so far is an accuracy of 0, the worst that is possible."""
+        # An accuracy of 0 is not marked as the best.
         best = metrics.get(f"best/{self._keep_best}")
         return best == 0 and goal_of(self._keep_best) == "max"
 
     def _show_evaluation(self, step: int, where: str, texts: dict[str, str], *, is_best: bool) -> None:
         """Prints one line with the results of a test or validation set.
 
-        where: Text about the set, such as "  eval/all". "" if there is only one set. texts: {name of a
-        metric: its value as text}. is_best: Whether to mark the first value as the best so far.
+        where: Name of the set, such as "  eval/all", or "" if there is only one. texts: {metric: value as
+        text}. is_best: Whether to mark the first value as the best so far.
         """
         elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
         head = f"step {step:>{len(str(self._bar.total))}}  {elapsed:>6}{where}"
@@ -109,10 +108,6 @@ class Console:
 
 
 def _show_end(seconds: float) -> None:
-    """Prints when the training will end. From 48 hours on, prints a warning instead.
-
-    seconds: Time that the remaining training steps need.
-    """
     end = datetime.now() + timedelta(seconds=seconds)
     hours, minutes = divmod(max(1, round(seconds / 60)), 60)
     if hours < _MANY_HOURS:
@@ -128,8 +123,7 @@ def _show_end(seconds: float) -> None:
 def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
     """Selects metrics of a test set to show on the console. Yields (short name, value as text) of each.
 
-    metrics: All metrics of the set, {name: value}. keep_best: Name of the metric that selects the best
-    checkpoint, or None. If the set has this metric, it comes first.
+    keep_best: Name of the metric that selects the best checkpoint, or None. This metric comes first.
     """
     of_kind = [name for name in metrics if "/" in name and is_share(name) and "unseen/" not in name]
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2

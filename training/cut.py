@@ -14,8 +14,8 @@ from models.urm import ConvSwiGLU
 def plan_of(layer: nn.Module) -> Plan | None:
     """Returns how tensor parallelism divides the weights of a layer among ranks.
 
-    Each rank then computes the layer with its part of the weights. The sum of these outputs over ranks is the
-    output of the full layer. Returns None for a layer that every rank keeps completely.
+    Returns None if it does not divide them. Otherwise each rank computes the layer with its part of the
+    weights, and the outputs are summed over ranks.
     """
     if isinstance(layer, Attention):  # by heads
         width, inner = layer.o_proj.weight.shape
@@ -33,11 +33,10 @@ def plan_of(layer: nn.Module) -> Plan | None:
 
 
 def cut(network: Network, mesh: Mesh) -> dict[str, Cut]:
-    """Reduces a network to the part that this rank holds, in place.
+    """Reduces a network in place to the part that this rank holds.
 
     Removes the blocks of other pipeline stages, and divides weights among tensor-parallel ranks. Returns
-    {name of a divided weight: `Cut`, which describes the part of this rank}. The network must be initialized
-    before, so that the initial weights do not depend on the number of ranks.
+    {name of a divided weight: part of this rank}. Initialize the network before.
 
     mesh: Process groups of this rank.
     """

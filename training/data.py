@@ -65,19 +65,15 @@ class RunData:
     leaks: Leaks
 
     def trained_on(self, step: int) -> Trained:
-        """Returns hashes of the examples that may have been used in the first `step` training steps.
+        """Returns hashes of all examples that training may have used in its first `step` steps.
 
-        These are all training examples of the stages that have begun. A stage is a part of the training with
-        its own data. Without a curriculum, there is only one. Only rank 0 may call it.
+        These are all training examples of the datasets in use up to this step. Only rank 0 may call it.
         """
         begun = {folder for stage, steps in self.plan.num_steps(step) if steps for folder in stage.folders}
         return Trained.of([self.hashes[folder] for folder in sorted(begun & self.hashes.keys())])
 
     def warn_if_rebuilt(self) -> None:
-        """Warns on rank 0 if a dataset folder was rebuilt since this process has opened it.
-
-        The run keeps using the old files, because they are open.
-        """
+        """Warns on rank 0 if a dataset folder was rebuilt since this process opened it."""
         if is_main() and _read_manifests(self.manifests) != self.manifests:
             names = ", ".join(map(str, self.manifests))
             log.warning(
@@ -86,7 +82,7 @@ class RunData:
             )
 
     def info(self) -> DatasetInfo:
-        """Returns a description of all training folders together, such as their kind of puzzle."""
+        """Returns the description of the training datasets, such as their kind of puzzle."""
         return read_info(self.dataset.folders, self.dataset.metadata)
 
     def info_of(self, folder: Path) -> DatasetInfo:
@@ -100,8 +96,8 @@ class RunData:
         Each batch is this rank's part of one training step. A thread reads batches ahead.
 
         first_step: Number of training steps already done. With 0, the first batch is that of step 1.
-        ranks: Group of ranks that divides the global batch.
-        device: If it is a CUDA device, the batches are in pinned memory. They are not on the device.
+        ranks: Process group that divides the global batch.
+        device: If it is a CUDA device, the batches are in pinned memory, but not on the device.
         num_answers, seed: As in `PuzzleDataset`. By default, batches have only the labels.
         """
         options = {"rank": ranks.index, "world_size": ranks.size, "first_step": first_step}
@@ -113,8 +109,7 @@ class RunData:
 def open_data(config: PretrainConfig) -> RunData:
     """Opens and checks the datasets of a run. All ranks call it. An error on one rank ends all ranks.
 
-    Rank 0 checks every token, and selects the puzzles for validation. The first rank of each node computes a
-    hash of the data, or reads it from a file of the dataset. The hashes of all nodes must be equal.
+    Rank 0 checks every token. Raises an error if the machines of the run have different data.
     """
     fingerprint = test_fingerprint = ""
     trained, leaks, held_out = {}, Leaks(config.leaks), None
@@ -170,13 +165,6 @@ def _add_evaluated(
     held_out: Mapping[str, np.ndarray],
     hashes: Mapping[str, np.ndarray],
 ) -> None:
-    """Adds all sets that the run evaluates to `leaks`, which finds their puzzles that are also trained on.
-
-    The names of the sets are "eval/<set>", "test/<folder>.<set>" and "validation/<set>".
-
-    tests: {folder name: dataset} of further test datasets. held_out: {training set: bool mask of its held-out
-    groups}. A group is a puzzle with its variants. hashes: {training set: hashes of its examples}.
-    """
     for prefix, data in (("eval/", dataset), *((f"test/{folder}.", data) for folder, data in tests.items())):
         for name, test_set in data.splits["test"].sets.items():
             leaks.add(f"{prefix}{name}", test_set, "test", data.folders)
@@ -188,8 +176,7 @@ def _add_evaluated(
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
     """Opens the datasets of the config key `test_data_path`. Returns {folder name: dataset}.
 
-    Raises ValueError if two folders have the same name, or if the model cannot be evaluated on a dataset, for
-    example because its tokens differ.
+    Raises ValueError if two folders have the same name, or if a dataset does not fit the model.
 
     trained: Dataset that the model trains on.
     """
@@ -208,10 +195,7 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
 
 
 def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
-    """Reads the manifest (a file with hashes) of each dataset folder. Returns {folder: content of the file}.
-
-    The content is b"" if the file cannot be read.
-    """
+    # A file that cannot be read has the content b"".
     found = {}
     for folder in folders:
         try:
@@ -224,16 +208,16 @@ def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
 def hold_out(
     config: PretrainConfig, data: Dataset, hashes: Mapping[str, np.ndarray] | None = None
 ) -> tuple[dict[str, np.ndarray], bool]:
-    """Selects training puzzles for validation. No selected puzzle is equal to one that is trained on.
+    """Selects training puzzles for validation. None of them is equal to a puzzle that is trained on.
 
-    Returns ({training set: mask of selected groups, bool [num_groups]}, whether equal puzzles are together).
-    A group is a puzzle with all its augmented copies. The dict is {} without `validation_fraction`.
+    Returns ({training set: bool mask of selected puzzles [num_groups]}, True). A group is a puzzle with all
+    its augmented copies. The dict is {} without `validation_fraction`. If the run was started by an earlier
+    version of this code that did not compare puzzles, keeps its selection, and returns False as the second
+    value.
 
-    A run that an earlier version of this code started keeps the selection of that version. This function then
-    warns if a selected puzzle is equal to one that is trained on. Raises ValueError if the fraction selects
-    no group, or if only selected puzzles use some puzzle embedding, because it would not be trained.
+    Raises ValueError if no puzzle is selected, or if some puzzle embeddings would not be trained.
 
-    hashes: {training set: hashes of its examples}. If None, this function computes them.
+    hashes: {training set: hashes of its examples}. If None, they are computed.
     """
     if not config.validation_fraction:
         return {}, True
@@ -274,10 +258,7 @@ def hold_out(
 
 
 def _joins_repeats(config: PretrainConfig) -> bool:
-    """Returns whether equal puzzles are all trained on or all held out. Only rank 0 may call it.
-
-    True for a new run. A run that continues from a checkpoint has the value in the checkpoint's state.json.
-    """
+    # The value is True for a new run. A run that continues has the value in the checkpoint's state.json.
     for folder in (Path(location) for location in (config.checkpoint_path, config.resume) if location):
         is_step = step_of(folder) is not None
         for path in [folder] if is_step else reversed(checkpoints_in(folder)):
@@ -292,13 +273,12 @@ _FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
 def build_plan(
     config: PretrainConfig, data: Dataset, held_out: dict[str, np.ndarray] | None = None
 ) -> TrainPlan:
-    """Plans which examples each training step uses. The stages of the curriculum come first.
+    """Plans which examples each training step uses.
 
-    A stage of the curriculum has its own data or settings. Raises ValueError if a stage is too short for one
-    batch.
+    Raises ValueError if a stage of the curriculum is too short for one batch.
 
-    data: Dataset of all `config.data_paths`. held_out: {training set: bool mask of the groups that must not
-    be trained on}. A group is a puzzle with its variants. If None, all groups are trained on.
+    data: Dataset of all `config.data_paths`. held_out: {training set: bool mask of puzzles that must not be
+    trained on [num_groups]}. A group is a puzzle with its augmented copies. If None, all are trained on.
     """
     folder_index = {path: position for position, path in enumerate(config.data_paths)}
     before = [stage for stage in config.curriculum if stage.share is None]

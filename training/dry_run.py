@@ -38,17 +38,15 @@ _BUCKET_MB = 25  # bucket_size_mb=auto on NCCL
 
 
 class Sent(NamedTuple):
-    """What a process sends in a training step: number of messages, and their total number of bytes."""
-
     messages: float
     bytes: float
 
 
 class Needs:
-    """Estimates the memory and the messages of one process of a run. They are means over all processes.
+    """Estimates the memory and the messages of a run. All numbers are means over its processes.
 
-    counter: Counts the operations of the model. sizes: {axis of the mesh: number of processes along it}, for
-    the axes pipeline, replicate, shard and tensor.
+    counter: Counts the operations of the model. sizes: {"pipeline", "replicate", "shard" and "tensor": number
+    of processes along this axis of the mesh}.
     """
 
     def __init__(self, config: PretrainConfig, counter: StepCounter, sizes: Mapping[str, int]):
@@ -68,9 +66,9 @@ class Needs:
         self._row, self._rows = (0, 0) if table is None else (table.weights.shape[1], len(table.weights))
 
     def memory(self) -> dict[str, float]:
-        """Returns the bytes that a process keeps in memory between training steps, by purpose.
+        """Estimates the bytes that a process keeps in memory between training steps, by purpose.
 
-        Example: {"weights": 2.7e7, "gradients": 2.7e7, "carry": 1e6}. Purposes without memory are left out.
+        Example: {"weights": 2.7e7, "gradients": 2.7e7, "carry": 1e6}.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         in_one_flat = self._is_plain and not self._is_mixed
@@ -110,7 +108,7 @@ class Needs:
         return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
     def slots_that_fit(self, num_bytes: float, reasoning: Reasoning) -> int:
-        """Estimates how many slots (positions of the batch) a process with `num_bytes` of memory can train.
+        """Estimates how many puzzles a process with `num_bytes` of memory can train at the same time.
 
         reasoning: Settings of the model's thinking, such as the number of cycles.
         """
@@ -121,8 +119,8 @@ class Needs:
     def sent(self, reasoning: Reasoning) -> dict[str, Sent]:
         """Estimates what a process sends in a training step: {purpose: number of messages and bytes}.
 
-        It is the process that sends the most. Example of a purpose: "sums of gradients". The bytes of puzzle
-        embeddings are an upper limit. Messages for metrics and gradient clipping are not counted.
+        Example of a purpose: "sums of gradients". The bytes of puzzle embeddings are an upper limit. Messages
+        for metrics and gradient clipping are not counted.
 
         reasoning: Settings of the model's thinking, such as the number of cycles.
         """
@@ -173,8 +171,7 @@ def _ring(num_bytes: float, ranks: int) -> float:
 def describe(config: PretrainConfig, world_size: int) -> str:
     """Returns a text with the estimated memory, messages and operations of a run on `world_size` processes.
 
-    The text has several lines, such as "moments   0.0544". Raises ValueError if the run cannot be divided
-    among so many processes.
+    Raises ValueError if the run cannot be divided among so many processes.
     """
     check_layout(config, world_size)
     model, seq_len, num_steps, missing = _build(config)
@@ -215,12 +212,6 @@ def describe(config: PretrainConfig, world_size: int) -> str:
 def _describe_fit(
     config: PretrainConfig, needs: Needs, reasoning: Reasoning, world_size: int
 ) -> Iterator[str]:
-    """Yields a line that says how many slots (positions of the batch) a process can train on this machine.
-
-    Yields nothing if the device is a GPU, and this machine has none.
-
-    needs: Estimates the memory of a process. reasoning: Settings of the model's thinking.
-    """
     if device_type(config.device) == "cuda":
         if not torch.cuda.is_available():
             return
@@ -237,8 +228,7 @@ def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[
     """Builds the model of a run on the meta device, which allocates no memory.
 
     Returns (model, number of tokens of a puzzle, number of training steps, missing dataset folders). If a
-    dataset is missing, sizes such as 900 tokens are assumed. The number of steps is then that of the config
-    key `train_steps`. With a curriculum, it is then None (unknown).
+    dataset is missing, the sizes of the puzzles are assumed, and the number of steps may be None (unknown).
     """
     missing = [path for path in config.data_paths if not Path(path).is_dir()]
     metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps

@@ -29,8 +29,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Evaluates all test and validation sets. All ranks call it.
 
-    With EMA, this evaluates the averages, and with the key `raw` also the raw weights. A curriculum may train
-    with fewer cycles, but evaluations use the cycles of the key `arch`.
+    With EMA, this evaluates the averages, and with the key `raw` also the raw weights.
 
     Args:
         config: Config of the run.

@@ -51,15 +51,11 @@ def load_initial_weights_(state: TrainState, config: PretrainConfig, dataset: Da
 def copy_weights_(
     targets: Tensors, location: str, arch: Architecture, dataset: Dataset | None = None
 ) -> dict[str, Tensor]:
-    """Copies the weights of a checkpoint into the full tensors of this rank. Shards do not change.
+    """Copies the weights of a checkpoint into the full tensors of this rank. Does not communicate.
 
     Returns {name: full weight} for the weights of which this rank has only a shard. The caller sends them to
-    all ranks, because this function does not communicate. If the checkpoint contains averages (EMA), they
-    are used.
-
-    Raises ValueError if names or shapes of weights differ. The message lists the config keys to set. If only
-    the number of puzzle embeddings differs, and their puzzles are unknown, each becomes the mean of the
-    checkpoint's embeddings. Tensors that a model computes from the data of this run do not change.
+    all ranks. Uses the moving averages (EMA) if the checkpoint contains them. Raises ValueError if names or
+    shapes of weights differ. The message lists the config keys to set.
 
     targets: {name: full tensor or shard} of this rank, changed in place. location: Checkpoint: a path or an
     address hf://OWNER/NAME. arch: Architecture of this run. dataset: Training data, to find the embeddings of
@@ -88,10 +84,6 @@ def copy_weights_(
 
 
 def _overrides_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
-    """Returns the command-line overrides that turn the architecture `instead_of` into `arch`.
-
-    Example: ["arch=trm", "arch.hidden_size=128"].
-    """
     overrides, current = [], instead_of.model_dump()
     if arch.name != instead_of.name:
         overrides, current = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
@@ -99,10 +91,10 @@ def _overrides_for(arch: Architecture, *, instead_of: Architecture) -> list[str]
 
 
 def overrides_of_arch(arch: Architecture, defaults: dict[str, Any]) -> list[str]:
-    """Returns the command-line overrides that turn the keys `defaults` into the architecture `arch`.
+    """Returns command-line arguments for the values of `arch` that differ from `defaults`.
 
     Example: ["arch.hidden_size=128"]. The key `forward_dtype` is included only if it is float32, because a
-    model trained in float32 may need this precision. Otherwise, the run may choose its dtype.
+    model trained in float32 may need this precision.
 
     defaults: {key below "arch": value}.
     """
@@ -118,12 +110,12 @@ def fill_(
     """Copies weights into the full tensors of this rank. Shards do not change.
 
     Returns {name: full weight} for the weights of which this rank has only a shard. If the number of puzzle
-    embeddings differs and `rows` is None, each becomes the mean of the stored ones. Raises ValueError if
-    names or other shapes differ.
+    embeddings differs, each becomes the mean of the stored ones. Raises ValueError if names or other shapes
+    differ.
 
     targets: {name: full tensor or shard} of this rank, changed in place. stored: {name: full weight}. source:
-    Origin of `stored`, for messages. rows: int64 [n], for each puzzle embedding of this run the number of its
-    stored embedding, or -1 for the mean of all. If None, embedding i is copied to embedding i.
+    Origin of `stored`, for messages. rows: int64 [n], for each puzzle embedding of this run the index of the
+    stored embedding to copy, or -1 for the mean of all. If None, embedding i is copied to embedding i.
     """
     if missing := sorted(targets.keys() ^ stored.keys()):
         where = "this run" if missing[0] not in targets else "the checkpoint"
@@ -159,7 +151,7 @@ def fill_(
 
 
 def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: bool) -> Trained | None:
-    """Returns hashes of the examples on which the initial weights of this process were trained (`Trained`).
+    """Returns hashes of the examples on which the initial weights of this process were trained.
 
     Returns None if the weights are random. Raises ValueError if a file is damaged.
 

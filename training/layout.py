@@ -9,7 +9,7 @@ from distributed.world import is_elastic, world_size
 
 
 def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
-    """Returns the number of ranks along each axis of the mesh (the layout of the ranks).
+    """Returns the number of ranks along each axis of the mesh.
 
     Example: {"pipeline": 1, "replicate": 4, "shard": 2, "tensor": 1} for `world_size` 8. Raises ValueError if
     the degrees in the config do not divide `world_size`.
@@ -19,10 +19,7 @@ def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
 
 
 def build_mesh(config: PretrainConfig) -> Mesh:
-    """Builds the process groups of this rank. All ranks call it.
-
-    With pipeline or tensor parallelism, later messages also say where a rank is: "rank 3 (stage 1)".
-    """
+    """Builds the process groups of this rank. All ranks call it."""
     mesh = Mesh(layout_of(config, world_size()))
     if not mesh.is_plain:
         log.locate_ranks(functools.partial(describe_position, sizes=mesh.sizes))
@@ -30,11 +27,10 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 
 
 def check_layout(config: PretrainConfig, world_size: int) -> None:
-    """Raises ValueError if the global batch cannot be divided evenly among `world_size` processes.
+    """Raises ValueError if the batch cannot be divided evenly among processes, or into micro-batches.
 
-    If torchrun may change the number of nodes, an uneven division only causes a warning. Exceptions are
-    local_steps > 1 and pipeline parallelism. Also raises ValueError if `gradient_accumulation_steps` does not
-    divide the part of a process.
+    If torchrun may change the number of nodes, an uneven division among processes usually causes only a
+    warning.
     """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])

@@ -11,11 +11,11 @@ from models.objective import divide
 def training_metrics(
     network: Network | type[Network], sums: dict[str, float], *, steps: int, global_batch_size: int
 ) -> dict[str, float]:
-    """Computes the metrics of some training steps from sums. Returns {metric: value}.
+    """Computes the metrics of some training steps from sums over these steps.
 
-    Example: {"loss": 0.7, "accuracy": 0.9}. Metrics without data are left out.
+    Returns {metric: value}, such as {"loss": 0.7, "accuracy": 0.9}. Metrics without data are left out.
 
-    sums: {name: sum over the global batch and these steps}. steps: Number of these steps.
+    sums: {name: sum over the global batch and the steps}. steps: Number of the steps.
     """
     objective = network.objective_class
     metrics = objective.metrics | objective.training_metrics | {"grad_norm": "updates", "loss": "slots"}
@@ -26,7 +26,7 @@ def training_metrics(
 class FiniteCheck:
     """Ends the run if a loss or gradient norm is NaN or infinite. All ranks call the methods.
 
-    `add` stores its result on the device. On a GPU, only `check` waits for the device and ends the run.
+    On a GPU, `add` does not wait for the device. Only `check` then ends the run.
     """
 
     def __init__(self, device: torch.device):
@@ -38,7 +38,7 @@ class FiniteCheck:
     def add(self, step: int, *, set_name: str, loss: Tensor, grad_norm: Tensor) -> None:
         """Records whether the loss and the gradient norm of a training step are finite.
 
-        On a CPU, it ends all ranks at once if they are not.
+        On a CPU, ends all ranks at once if one of them is not.
 
         step: Number of the step, from 1. set_name: Training set of the batch, for the message. loss,
         grad_norm: Scalars, equal on all ranks.
@@ -52,10 +52,7 @@ class FiniteCheck:
             self.check()
 
     def check(self) -> None:
-        """Ends all ranks with a message if the loss or gradient norm of an earlier step was not finite.
-
-        All ranks call it after the same step.
-        """
+        """Ends all ranks with a message if the loss or gradient norm of an earlier step was not finite."""
         step = int(self._first_bad)
         if step:
             loss, grad_norm = self._values.tolist()

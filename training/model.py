@@ -23,7 +23,7 @@ from training.cut import cut
 
 @dataclasses.dataclass(frozen=True)
 class LocalModel:
-    """The part of the model that this rank holds: with pipeline or tensor parallelism, not all of it.
+    """The part of the model that this rank holds, for pipeline and tensor parallelism.
 
     Attributes:
         model: The model with the blocks and weights of this rank.
@@ -39,9 +39,9 @@ class LocalModel:
     compiler_options: dict[str, Any] | None
 
     def compile_(self) -> None:
-        """Compiles the blocks with torch.compile. Does nothing if `compiler_options` is None.
+        """Compiles the blocks with torch.compile, unless `compiler_options` is None.
 
-        Call it after the weights have been moved to their final memory (`FlatParameters`).
+        Call it after the weights have been moved to their final memory.
         """
         if self.compiler_options is not None:
             compile_blocks(self.model)
@@ -52,8 +52,7 @@ def build_local_model(
 ) -> LocalModel:
     """Builds the part of the model that this rank holds, on the device. All ranks call it.
 
-    Every rank initializes all blocks, in the same order, and keeps only its part. The initial weights
-    therefore do not depend on the number of ranks.
+    The initial weights do not depend on the number of ranks.
 
     metadata: Sizes of the dataset. `num_puzzle_identifiers` must be the number of puzzle embeddings that this
     rank holds. mesh: Process groups of this rank. total_steps: Number of training steps of the run. With
@@ -87,7 +86,7 @@ def build_local_model(
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:
-    """Returns an object that computes how many floating-point operations a training step needs.
+    """Returns an object that counts the floating-point operations of a training step.
 
     metadata: Sizes of the dataset, such as the vocabulary.
     """

@@ -30,8 +30,8 @@ class Monitor:
     It is a context manager around the training steps. All ranks call the methods together.
 
     program: Config, device and watchdog. state: State of the run at the first step of this process. data:
-    Data of the run. checkpoints: Manager that remembers the best evaluation. is_logged: Whether the log
-    (metrics.jsonl) already contains the metrics of step `state.step`.
+    Data of the run. checkpoints: Checkpoint manager of the run. is_logged: Whether the log (metrics.jsonl)
+    already contains the metrics of step `state.step`.
     """
 
     def __init__(
@@ -102,31 +102,24 @@ class Monitor:
         self._stack.__exit__(*error)
 
     def _slots(self, state: TrainState) -> str:
-        """Returns a text about the number of slots (positions of the batch) of a process.
-
-        Examples: "96 slots on each of 8 processes", or "at most 96 slots ..." if the last ranks have fewer.
-        """
+        # Examples: "96 slots on each of 8 processes", or "at most 96 slots ..." if the last ranks have fewer.
         slots, size = len(state.carry.halted), self._config.global_batch_size
         most = "" if slots * state.ranks.size == size else "at most "
         where = "one process" if world_size() == 1 else f"each of {world_size()} processes"
         return f"{most}{slots} slots on {where}"
 
     def _tags(self) -> tuple[str, ...]:
-        """Returns names of the kinds of puzzles and of the architecture, such as ("sudoku", "trm")."""
         kinds = [self._data.info_of(folder).kind for folder in self._data.dataset.folders]
         return (*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name)
 
     def close(self) -> None:
-        """Passes the last checkpoints to the loggers, and closes the loggers.
-
-        Call it after the last checkpoint is saved. A second call does nothing.
-        """
+        """Closes the loggers. Call it after the last checkpoint is saved. A second call does nothing."""
         self._send_checkpoints()
         self._stack.close()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager around the code that waits for the next batch. Measures the wait.
+        """Context manager that measures how long the block waits for the next batch.
 
         The measured time of a training step starts here.
         """
@@ -137,8 +130,7 @@ class Monitor:
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
         """Records that a training step is done. Does not wait for a GPU, unless the run is profiled.
 
-        step: Number of training steps done. result: Loss and gradient norm of the step. set_name: Training
-        set of the batch, for messages.
+        step: Number of training steps done. set_name: Training set of the batch, for messages.
         """
         self._step = step
         if result.averaged_steps:
@@ -153,10 +145,10 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self, activity: str = "training") -> Iterator[None]:
-        """Context manager for work other than training steps, such as a save.
+        """Context manager for work other than training steps, such as saving a checkpoint.
 
-        The work does not count as time of steps, and the watchdog allows it to take long. Before the block,
-        ends the run if a loss or gradient norm was not finite.
+        The work does not count as time of training steps, and may take long without a timeout. Before the
+        block, ends the run if a loss or gradient norm was not finite.
 
         activity: First word of the progress bar during the block, such as "evaluating".
         """
@@ -175,9 +167,9 @@ class Monitor:
         return self._schedule.has_row(step) and step != self._logged_step
 
     def reduce(self, state: TrainState) -> dict[str, float]:
-        """Returns the training metrics of the steps since the last call of `log`: {"train/<name>": value}.
+        """Returns the training metrics since the last call of `log`, as {"train/<name>": value}.
 
-        All ranks call it. The result is correct only on rank 0. The sums in `state.metrics` do not change.
+        All ranks call it. The result is correct only on rank 0.
         """
         self._finite.check()
         size = self._config.global_batch_size
@@ -194,7 +186,7 @@ class Monitor:
     def show_puzzles(self, state: TrainState) -> None:
         """Logs pictures of the model's answers to some test puzzles. All ranks call it.
 
-        The config key `wandb_log_puzzles` is the number of puzzles. Call it before `log` of the same step.
+        The config key `wandb_log_puzzles` is the number of puzzles.
         """
         count = self._config.wandb_log_puzzles
         if not count or not broadcast_object(self._loggers.take_pictures):
@@ -205,15 +197,14 @@ class Monitor:
             self._loggers.log_puzzles(state.step, think_of_puzzles(state, self._data, count=count))
 
     def log(self, state: TrainState, row: dict[str, float]) -> None:
-        """Logs the metrics of training step `state.step` on rank 0. Resets the sums in `state.metrics`.
+        """Logs the metrics of training step `state.step`, and resets their sums in `state.metrics`.
 
-        row: {name: value}. If it contains an evaluation, the best value so far is added ("best/step" ...).
+        row: {name: value}. If it contains an evaluation, the best value so far is also logged.
         """
         self._loggers.log(state.step, row | self._checkpoints.best.record(state.step, row))
         self._logged_step = state.step
         state.metrics.reset()
 
     def _send_checkpoints(self) -> None:
-        """Passes the folders of newly completed checkpoints to the loggers, each only once."""
         for folder in self._checkpoints.pop_saved():
             self._loggers.log_checkpoint(folder)

@@ -34,9 +34,9 @@ _GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG, pixels of the image
 
 
 def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Thoughts":
-    """Runs the model on `count` puzzles of the first test set. Returns its answers after each thinking step.
+    """Runs the model on `count` puzzles of the first test set. All ranks call it.
 
-    All ranks call it. A thinking step is one call of the model.
+    Returns the answers after each thinking step (call of the model).
     """
     set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
     batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
@@ -66,12 +66,6 @@ def shown_steps(num_steps: int) -> list[int]:
 
 
 class _Grid(NamedTuple):
-    """One picture of a puzzle's grid.
-
-    title: Text above the grid. paints: Color and text of each cell, by row and column. is_crossed: Whether
-    each cell is crossed out, because its answer is wrong.
-    """
-
     title: str
     paints: list[list[Paint]]
     is_crossed: np.ndarray  # bool [rows, columns]
@@ -97,7 +91,10 @@ class Thoughts:
     names: Sequence[str]
 
     def html(self) -> str:
-        """Returns HTML: for each puzzle a caption, and an SVG picture of its grids side by side."""
+        """Returns HTML with a caption and an SVG picture for each puzzle.
+
+        The picture shows the grids of the puzzle side by side.
+        """
         drawn = []
         for index, name in enumerate(self.names):
             grids, regions = self._grids(index)
@@ -156,10 +153,10 @@ class Thoughts:
             yield name, np.asarray(image)
 
     def _grids(self, index: int) -> tuple[list[_Grid], list[int] | None]:
-        """Returns the grids to draw for one puzzle, and the number of the region of each cell.
+        """Returns the grids to draw for a puzzle, and for each cell the number of its region.
 
         The grids are the puzzle, some answers and the solution. A region is, for example, a box of a Sudoku.
-        If the puzzle has no regions, the second value is None. index: Index of the puzzle, from 0.
+        If the puzzle has no regions, the second value is None.
         """
         style, puzzle, label = self.style, self.inputs[index], self.labels[index]
         is_counted = label != IGNORE_LABEL_ID
@@ -193,11 +190,7 @@ def _paint(style: Style, token: int, input_token: int, is_wrong: bool) -> Paint:
 
 
 def _in_words(label: np.ndarray, trace: Trace, index: int) -> str:
-    """Returns a text about one puzzle, such as "right after step 3; would halt after step 4".
-
-    label: Tokens of the right answer [seq_len]. trace: The model's answers to all puzzles after each step.
-    index: Index of the puzzle in `trace`.
-    """
+    # Example: "right after step 3; would halt after step 4".
     is_right = ((trace.preds[index] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
     if is_right.any() and not is_right[-1]:

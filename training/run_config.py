@@ -64,12 +64,10 @@ def compose_run(
 
 
 def name_arch(arguments: Sequence[str]) -> list[str]:
-    """Replaces the argument arch=checkpoint by the architecture of the checkpoint `init_from`.
+    """Replaces the argument arch=checkpoint by arguments for the architecture of the checkpoint `init_from`.
 
-    Returns the new arguments, for example with "arch=trm" and "++arch.hidden_size=128". Other arguments do
-    not change. Raises ValueError if `init_from` is not a checkpoint.
-
-    arguments: Command-line arguments.
+    Returns the new list, for example with "arch=trm" and "++arch.hidden_size=128". Raises ValueError if
+    `init_from` is not a checkpoint.
     """
     if ARCH_WORD not in arguments:
         return list(arguments)
@@ -85,9 +83,8 @@ def name_arch(arguments: Sequence[str]) -> list[str]:
 def draw_name() -> str:
     """Returns a random name for a run, such as "brave-otter". Only rank 0 calls it.
 
-    If torchrun restarts the processes, they get the same name, because torchrun's key-value store contains
-    it. If rank 0 serves the store, the name would be lost. If torchrun may then restart the processes, raises
-    ValueError.
+    If torchrun restarts the processes, they get the same name. Raises ValueError if this cannot be
+    guaranteed.
     """
     name = coolname.generate_slug(2)
     if not is_under_torchrun():
@@ -127,8 +124,6 @@ def _as_name(folder_name: str) -> str:
 
 
 class StoredConfig(NamedTuple):
-    """The values in a run's config.yaml, without a check, and the folder that contains the file."""
-
     values: dict[str, Any]
     folder: Path
 
@@ -151,12 +146,12 @@ def read_stored_config(run_folder: Path) -> StoredConfig | None:
 
 
 def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
-    """Compares the stored config of a run with the config to resume it. Returns forbidden changes as text.
+    """Returns the changes that prevent a run from resuming with another config, as text.
 
-    Example: "seed: 0 -> 1, arch.L_cycles: 6 -> 4". Returns "" if there are none.
+    Returns "" if there are none. Example: "seed: 0 -> 1, arch.L_cycles: 6 -> 4".
 
-    before: Values in the run's config.yaml. An older version may have written it, with fewer keys. now: The
-    config of the command line. With `forward_dtype=auto`, every stored dtype is accepted.
+    before: Values in the run's config.yaml. An older version may have written it, with fewer keys.
+    now: The config of the command line. With `forward_dtype=auto`, every stored dtype is accepted.
     """
     old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     if new[FORMAT_KEY] == "auto":
@@ -167,12 +162,9 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
 
 
 def fix_format(config: PretrainConfig) -> PretrainConfig:
-    """Returns the config with a number format (bfloat16 or float32) in place of `forward_dtype=auto`.
+    """Returns the config with a dtype (bfloat16 or float32) in place of `forward_dtype=auto`.
 
-    Logs the format and the reason. Warns if this run continues one that started in bfloat16, but this machine
-    only emulates bfloat16.
-
-    config: A config in which `checkpoint_path` has a value.
+    Logs the dtype and the reason for it. `checkpoint_path` must have a value.
     """
     choice = find_format(config)
     if config.arch.forward_dtype == "auto":
@@ -185,18 +177,17 @@ def fix_format(config: PretrainConfig) -> PretrainConfig:
 
 
 def with_format(config: PretrainConfig, name: str) -> PretrainConfig:
-    """Returns a copy of the config with `forward_dtype` set to `name`, "bfloat16" or "float32"."""
     return config.model_copy(update={"arch": config.arch.model_copy(update={"forward_dtype": name})})
 
 
 def find_format(config: PretrainConfig) -> Choice:
-    """Returns the number format of a run ("bfloat16" or "float32"), and the reason.
+    """Returns the dtype in which a run computes ("bfloat16" or "float32"), and the reason.
 
-    If `arch.forward_dtype` is not `auto`, it is that format. For `auto`, the first rule that applies:
+    If `arch.forward_dtype` is not `auto`, it is that dtype. For `auto`, the first rule that applies:
 
-    - If the run folder or `resume=PATH` contains a run, the format of that run.
+    - If the run folder or `resume=PATH` contains a run, the dtype of that run.
     - If the weights of `init_from` were trained in float32, float32.
-    - Otherwise, the format that is fast on this machine (`choose_format` in distributed/number_format.py).
+    - Otherwise, the dtype that is fast on this machine (`choose_format` in distributed/number_format.py).
     """
     if config.arch.forward_dtype != "auto":
         return Choice(config.arch.forward_dtype, f"{FORMAT_KEY} is given")
@@ -208,10 +199,6 @@ def find_format(config: PretrainConfig) -> Choice:
 
 
 def _stored_in(config: PretrainConfig) -> StoredConfig | None:
-    """Returns the values in config.yaml of the run that `config` continues. None for a new run.
-
-    It is the run in `checkpoint_path`, or else the one that `resume=PATH` names.
-    """
     stored = None if config.checkpoint_path is None else read_stored_config(Path(config.checkpoint_path))
     if stored is not None:
         return stored
@@ -221,10 +208,7 @@ def _stored_in(config: PretrainConfig) -> StoredConfig | None:
 
 
 def _way_out(config: PretrainConfig) -> str:
-    """Returns advice for a user who wants to continue a run in float32.
-
-    Example: "To train in float32, set resume=.../step_10 run_name=NEW arch.forward_dtype=float32."
-    """
+    # Example: "To train in float32, set resume=.../step_10 run_name=NEW arch.forward_dtype=float32."
     checkpoints = checkpoints_in(Path(config.checkpoint_path))
     start = f"resume={checkpoints[-1]} " if checkpoints else ""
     is_new = not checkpoints and config.resume not in ("auto", "must", "never")

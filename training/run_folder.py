@@ -42,10 +42,10 @@ _LOCK_FILE = "lock"
 
 
 def open_run_folder(config: PretrainConfig) -> Path:
-    """Creates the folder of a run if necessary, and locks it until this process ends. Returns the folder.
+    """Creates the folder of a run if necessary, and locks it until this process ends.
 
-    Only rank 0 calls it. Raises ValueError if the folder is not writable, if another process has locked it,
-    or if it contains a run with another config.
+    Returns the folder. Only rank 0 calls it. Raises ValueError if the folder is not writable, if another
+    process has locked it, or if it contains a run with another config.
     """
     folder = Path(config.checkpoint_path)
     with writing_errors(folder):
@@ -64,7 +64,6 @@ def open_run_folder(config: PretrainConfig) -> Path:
 
 @contextlib.contextmanager
 def writing_errors(folder: Path) -> Iterator[None]:
-    """Context manager that turns an OSError into a ValueError about a run folder that is not writable."""
     try:
         yield
     except OSError as error:
@@ -75,11 +74,10 @@ def writing_errors(folder: Path) -> Iterator[None]:
 def lock_folder(folder: Path, *, other: str) -> None:
     """Locks a folder until this process ends. Raises ValueError if another process has locked it.
 
-    This is a POSIX lock (fcntl), which works between nodes on NFS. Forked children do not inherit it. Closing
-    any descriptor of the file releases the lock, so there is only one descriptor, and it stays open.
-
     other: Config key with which the user can choose another folder, for the error message.
     """
+    # A POSIX lock (fcntl) works between nodes on NFS. Closing any descriptor of the file would release it, so
+    # there is only one descriptor, and it stays open.
     descriptor = _open_lock(folder, os.O_CREAT)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +99,6 @@ def _open_lock(folder: Path, flags: int = 0) -> int:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Returns whether another process has locked the folder."""
     try:
         descriptor = _open_lock(folder)
     except FileNotFoundError:
@@ -117,9 +114,9 @@ def is_in_use(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def disk_errors_warn(path: Path) -> Iterator[Path]:
-    """Context manager for writing the file `path`. An OSError, such as a full disk, becomes a warning.
+    """Context manager that turns an OSError in its block, such as a full disk, into a warning.
 
-    Yields `path`.
+    Yields `path`, the file that the block writes.
     """
     try:
         yield path
@@ -130,8 +127,9 @@ def disk_errors_warn(path: Path) -> Iterator[Path]:
 def write_status(folder: Path, status: str, *, step: int) -> None:
     """Writes the file `status` of a run folder on rank 0, such as {"status": "running", "step": 100}.
 
-    status: running, stopped, max_steps, failed or finished. step: Number of training steps done. Other ranks
-    do nothing. If the file cannot be written, only warns.
+    If the file cannot be written, only warns.
+
+    status: running, stopped, max_steps, failed or finished. step: Number of training steps done.
     """
     if is_main():
         with disk_errors_warn(folder / STATUS_FILE) as path:
@@ -139,9 +137,11 @@ def write_status(folder: Path, status: str, *, step: int) -> None:
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
-    """Returns whether a run has finished, or has reached step `max_steps`, as its file `status` says.
+    """Returns whether a run has finished, or has reached step `max_steps`. The file `status` contains this.
 
-    max_steps: If None, only a finished run counts. False if the file is missing or damaged.
+    Returns False if the file is missing or damaged.
+
+    max_steps: If None, only a finished run counts.
     """
     try:
         values = read_json(folder / STATUS_FILE)
@@ -152,12 +152,12 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
 
 
 def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:
-    """Adds a line to starts.jsonl of a run folder: command, code and hardware of this launch.
+    """Adds a line to starts.jsonl of a run folder: command, code and hardware of this process.
 
-    A launch is one start of the processes of the run. If the code has uncommitted changes, their diff is
-    written to a separate file. If a file cannot be written, only warns.
+    If the code has uncommitted changes, writes their diff to a separate file. If a file cannot be written,
+    only warns.
 
-    step: Number of training steps done before this launch.
+    step: Number of training steps done before this start.
     described: More entries of the line, which is a JSON object.
     """
     start = {
@@ -184,8 +184,7 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
 def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:
     """Writes identities.npz into a run folder: which puzzle each puzzle embedding belongs to.
 
-    Does nothing if the file exists, if the model has no embedding for each puzzle, or if the puzzles have no
-    names.
+    Does nothing if the file exists, or if puzzles have no embeddings of their own or no names.
 
     is_new: Whether the run starts without a checkpoint. If True, an existing file is removed first.
     """
@@ -200,12 +199,10 @@ def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, 
 
 
 def find_original(folder: Path, name: str) -> Path | None:
-    """Returns the run folder from which a user has copied `folder`. None if there is none.
+    """Returns the run folder of which `folder` is a copy, or None.
 
-    The file starts.jsonl contains the path of the run folder at each start of the run. If another folder is
-    at one of these paths, and its file `name` has the same content, it is the original.
-
-    name: Name of the compared file, such as a file with an identifier.
+    The run folder is found if it is still at the path that starts.jsonl contains, and if its file `name` has
+    the same content.
     """
     named = {start.get("folder") for start, _ in read_rows(folder, STARTS_FILE)}
     for original in [Path(path) for path in named if isinstance(path, str) and "\0" not in path]:
@@ -216,7 +213,7 @@ def find_original(folder: Path, name: str) -> Path | None:
 
 
 def _command_line() -> str:
-    """Returns the command line of this process, such as "torchrun --nproc-per-node 2 pretrain.py lr=1e-3"."""
+    # Example: "torchrun --nproc-per-node 2 pretrain.py lr=1e-3".
     program = ["python"]
     if is_under_torchrun():
         nodes, rest = divmod(world_size(), local_world_size())
@@ -226,10 +223,7 @@ def _command_line() -> str:
 
 
 def _describe_hardware(device: torch.device) -> str:
-    """Returns the hardware as text, such as "8 x NVIDIA H100" or "2 cores of AMD EPYC (avx2)".
-
-    The number of GPUs is that of all processes. The number of cores is that of this process.
-    """
+    # Examples: "8 x NVIDIA H100" for all processes, "2 cores of AMD EPYC (avx2)" for this process.
     if device.type == "cuda":
         return f"{world_size()} x {torch.cuda.get_device_name(device)}"
     return f"{num_cores()} cores of {describe_processor()}"

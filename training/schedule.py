@@ -13,13 +13,12 @@ from training.strategy import next_sync, synced_steps
 class Schedule:
     """Decides after which training steps the run logs its metrics, evaluates, or saves a checkpoint.
 
-    It also knows the learning rates of each step, and how many cycles (calls of its blocks) the model makes.
+    It also has the learning rates of each step, and the settings of the model that a curriculum changes.
 
-    With `local_steps` > 1, ranks train separately and merge their weights every few steps. Work that falls
-    due between two merges is done after the next merge.
+    With `local_steps` > 1, each rank trains by itself, and the weights are averaged over ranks every few
+    steps. Work that is due at another step is done after the next average.
 
-    `total_steps` is the number of steps of the run. This process ends after step `end_step`. If `max_steps`
-    is set, it is the step of the first merge at or after `max_steps`. Otherwise, it is `total_steps`.
+    `total_steps` is the number of steps of the run. This process ends after step `end_step`.
     """
 
     def __init__(self, config: PretrainConfig, plan: TrainPlan):
@@ -30,23 +29,17 @@ class Schedule:
         self._evaluations = {*plan.iteration_ends, self.end_step}
 
     def learning_rates(self, step: int) -> dict[str, float]:
-        """Returns the learning rates of training step `step`, as {"lr": ..., "puzzle_emb_lr": ...}."""
         return learning_rates(self._config, step, total_steps=self.total_steps)
 
     def epochs(self, step: int) -> float:
-        """Returns how many epochs the first `step` training steps take, such as 2.5.
-
-        Epochs of all stages of the curriculum are added.
-        """
+        """Returns how many epochs the first `step` training steps take, such as 2.5."""
         return self._plan.epochs(step)
 
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
         """Returns the settings of the model's thinking for training step `step`.
 
-        They are a copy of `usual`. The curriculum may change the number of cycles. The field `progress`
-        becomes the fraction of the training that is done.
-
-        usual: The settings without a curriculum.
+        They are a copy of `usual`, with the number of cycles from the curriculum and the fraction of the
+        training that is done (`progress`).
         """
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
@@ -71,12 +64,6 @@ class Schedule:
         return is_due or self.is_evaluation(step)
 
     def is_checkpoint(self, step: int) -> bool:
-        """Returns whether the run saves a checkpoint after training step `step`.
-
-        True after the step at which this process ends (`end_step`), at every multiple of
-        `checkpoint_interval`, and with `checkpoint_every_eval` after each evaluation. With local_steps > 1,
-        the checkpoint is saved after the next merge of the weights.
-        """
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)
         return step == self.end_step or at_evaluation or self._is_due(self._config.checkpoint_interval, step)
 
@@ -89,12 +76,8 @@ class Schedule:
         )
 
     def _steps(self, step: int) -> range:
-        """Returns the steps whose evaluations, checkpoints and log rows are made after step `step`.
-
-        With local_steps = 1, it is range(step, step + 1). With local_steps > 1, ranks merge their weights
-        every few steps. If a merge follows `step`, returns all steps since the last merge. Otherwise an empty
-        range.
-        """
+        # The steps whose log row, evaluation or checkpoint is made after `step`. With local_steps > 1, there
+        # are several if the weights are averaged over ranks after `step`, otherwise none.
         return synced_steps(step, **self._interval)
 
     def status(self, step: int, *, lacks_row: bool = False) -> str:
@@ -102,8 +85,9 @@ class Schedule:
 
         It is "finished" after the last step, "max_steps" if that key ended the run, and otherwise "stopped".
 
-        lacks_row: If True, the metrics of `step` are not logged yet. The status is then "stopped", so that
-            the next start of the run logs them.
+        lacks_row: Whether the metrics of `step` are not logged yet. The status is then "stopped", so that the
+        run
+            is started again and logs them.
         """
         if step < self.end_step or lacks_row:
             return "stopped"

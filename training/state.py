@@ -35,7 +35,9 @@ from training.strategy import Strategy, build_strategy
 
 @dataclasses.dataclass
 class TrainState:
-    """The state of a run on this rank. A slot is one position of the global batch, and works on one puzzle.
+    """The state of a run on this rank.
+
+    A slot is one position of the global batch, and works on one puzzle for several training steps.
 
     Attributes:
         model: This rank's part of the model.
@@ -43,7 +45,7 @@ class TrainState:
         table: Puzzle embeddings and their optimizer.
         average: Moving average (EMA) of the dense weights.
         strategy: When and how ranks synchronize gradients or weights.
-        carry: Puzzle and latent state of each slot of this rank. The next step continues with them.
+        carry: Puzzle and latent state of each slot of this rank.
         slots: Range of the slots of this rank.
         num_slots: Number of slots of the global batch.
         mesh: Process groups of this rank.
@@ -65,7 +67,6 @@ class TrainState:
 
     @property
     def ranks(self) -> Ranks:
-        """Returns the group of ranks that divide the global batch among themselves."""
         return self.mesh.data
 
     def numbers(self) -> dict[str, Any]:
@@ -77,11 +78,11 @@ class TrainState:
         return {"step": self.step, "metrics": gather_objects(local_sums, self.ranks)}
 
     def sections(self) -> dict[str, Tensors]:
-        """Returns the tensors that a checkpoint needs to continue this run, as {section: {name: value}}.
+        """Returns the tensors that a checkpoint needs to continue this run.
 
-        A section is a named set of tensors, such as "optimizer". A value is a `Tensor` if each rank holds the
-        full tensor. Otherwise it is a `Shard`: the elements on this rank, and their positions in the full
-        tensor. Values are not copied, because loading writes into them.
+        The result is {group of tensors: {name: value}}, for example with the group "optimizer". A value is a
+        `Tensor` if each rank holds the full tensor. Otherwise it is a `Shard`: the elements on this rank, and
+        their positions in the full tensor. Values are not copied, because loading writes into them.
         """
         carry = {
             name: shard_of_rows(tensor, self.slots, self.num_slots, self.ranks)
@@ -107,20 +108,17 @@ class TrainState:
         }
 
     def exports(self) -> dict[str, Tensors]:
-        """Returns a section of the checkpoint for evaluation: {"ema_weights": {name of a weight: average}}.
+        """Returns weights for evaluation, to be saved in a checkpoint: {"ema_weights": {name: average}}.
 
         A weight without an average is included unchanged. Returns {} without EMA. A run that resumes does not
-        read this section, because another one ("ema_state") contains the averages.
+        read these weights.
         """
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
         return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
-        """Marks shards that tensor-parallel rank 0 also holds (`Shard.is_copy`), so that only it saves them.
-
-        Returns {name: tensor or shard} with the marks. tensors: {name: full tensor or shard} of this rank.
-        """
+        # Tensor-parallel rank 0 also holds these shards, so only it saves them.
         if self.mesh.tensor.index == 0:
             return tensors
         cut = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
@@ -137,7 +135,7 @@ class TrainState:
         Any number of ranks may have saved the checkpoint. Ends all ranks with a message if names, shapes or
         dtypes differ.
 
-        folder: Folder of the checkpoint, already verified. numbers: Content of its state.json.
+        folder: Folder of the checkpoint. numbers: Content of its state.json.
         """
         with collective_errors():
             self.step, saved = numbers["step"], numbers["metrics"]
@@ -174,10 +172,9 @@ class TrainState:
     def held(self) -> dict[Key, Tensor]:
         """Returns {key: tensor} of all tensors on this rank, to compare them with other ranks.
 
-        If two ranks have the same key, their tensors must be equal. With `local_steps`, this is true only
-        after ranks have merged their weights. A key is (name, part). The part is () for a full tensor.
-        Otherwise it describes which elements of the full tensor this rank holds. Weights appear twice: those
-        that the optimizer updates, and those that the forward pass reads.
+        If two ranks have the same key, their tensors must be equal. With `local_steps` > 1, this is true only
+        after the weights have been averaged over ranks. A key is (name, positions of the elements in the full
+        tensor), or (name, ()) for a full tensor.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
@@ -199,10 +196,9 @@ class TrainState:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context manager that replaces the model's weights and embeddings by their averages (EMA).
+        """Context manager in which the model has the moving averages (EMA) of its weights and embeddings.
 
-        After the block, the model has its own weights again. Without EMA, nothing changes. All ranks enter
-        it.
+        Without EMA, nothing changes. All ranks enter it.
         """
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
@@ -210,8 +206,7 @@ class TrainState:
     def broadcast_model_(self, full_weights: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with the weights of rank 0. All ranks call it, at step 0.
 
-        The averages (EMA) also start from these weights. With `local_steps`, the first merge adds up how the
-        ranks have changed these weights.
+        The moving averages (EMA) also start from these weights.
 
         full_weights: Weights that are divided among ranks. To overwrite them too, rank 0 passes {name: full
         weight}, and the other ranks pass {}. If None on all ranks, they stay as they are.
@@ -233,10 +228,8 @@ def build_first_state(
 ) -> TrainState:
     """Builds this rank's part of a run's state before the first training step. All ranks call it.
 
-    The seed of the config determines the weights.
-
     Args:
-        config: Config of the run.
+        config: Config of the run. Its seed determines the weights.
         metadata: Sizes of the dataset, such as the vocabulary.
         device: Device of this rank.
         total_steps: Number of steps of the run. If None, it is unknown, and compile=auto compiles nothing.

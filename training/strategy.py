@@ -20,19 +20,18 @@ from optimizers.weights import Weights
 
 
 class StepResult(NamedTuple):
-    """What ranks have exchanged in a training step: loss, gradient norm and requests to stop.
+    """Loss, gradient norm and requests to stop of a training step, over all ranks.
 
-    With local steps, ranks train separately and merge their weights every few steps. A step without a merge
-    has an empty range, and None in the other fields. A merge has the values of all steps since the last
-    merge. The tensors are scalars on the device, equal on all ranks.
+    With `local_steps` > 1, each rank trains by itself, and the weights are averaged over ranks every few
+    steps. The result then has values only after such an average, for all steps since the previous one. In
+    other steps, the range is empty, and the other fields are None. The tensors are scalars on the device,
+    equal on all ranks.
 
     Attributes:
-        averaged_steps: Steps since the last merge, up to this one. The moving average of the weights (EMA)
-            must now include them.
+        averaged_steps: Training steps to add to the moving average of the weights (EMA) now.
         loss: Mean loss over these steps and the global batch.
-        grad_norm: Norm of the summed gradients. With local steps, the mean of the norms of ranks and steps.
-        stop_requests: Stop requests summed over ranks and over these steps. Positive if any rank was asked
-            to stop.
+        grad_norm: Norm of the summed gradients. With `local_steps` > 1, the mean over ranks and steps.
+        stop_requests: Positive if a signal has asked any rank to stop during these steps.
     """
 
     averaged_steps: range
@@ -42,13 +41,12 @@ class StepResult(NamedTuple):
 
 
 class Strategy:
-    """How ranks that divide the batch train one model. Base class of `EveryStep` and `LocalSteps`.
+    """Synchronizes the training of the ranks that divide a batch. Base class of `EveryStep` and `LocalSteps`.
 
     All ranks call the methods together.
 
     Args:
-        syncs: Objects that sum gradients over ranks. Each sums those of one flat buffer (a tensor with the
-            values of many parameters) in `weights.flats`.
+        syncs: Objects that sum gradients over ranks, one for each of `weights.flats` (a group of parameters).
         weights: Dense weights of this rank.
         table: Puzzle embeddings of this rank.
         batch_size: Number by which the loss is divided: the global batch size. With local steps, this rank's
@@ -67,31 +65,23 @@ class Strategy:
         self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Returns the numbers by which the loss divides its sums, by name.
+        """Returns the numbers by which the loss is divided, such as {"slots": 768, "cells": 5000.0}.
 
-        Example: {"slots": 768, "cells": 5000.0}. "slots" is the batch size. `EveryStep` sums the other
-        numbers over ranks. `LocalSteps` does not.
+        "slots" is the batch size. `EveryStep` sums the other numbers over ranks. `LocalSteps` does not.
 
-        divisors: {name: number} of this rank that depend on its data. If empty, nothing is sent.
+        divisors: The other numbers, of this rank. If empty, nothing is sent.
         """
         return {"slots": self._batch_size, **divisors}
 
     def start_step(self) -> None:
-        """Zeroes the gradients at the start of a training step.
-
-        After this call, the step may add numbers to send with the gradients, such as the loss
-        (`Weights.scalars.add`).
-        """
+        """Zeroes the gradients at the start of a training step."""
         for sync in self._syncs:
             sync.zero()
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager for the forward and backward pass of a micro-batch (a part of the batch).
 
-        Only the last micro-batch may send gradients. With pipeline or tensor parallelism, none does, because
-        a pipeline adds to the gradients of a block several times. `reduce_gradients` then sends them.
-
-        is_last: Whether it is the last micro-batch of the training step.
+        Only the last micro-batch of a training step may send gradients.
         """
         if len(self._syncs) == 1:
             return self._syncs[0].micro_batch(is_last=is_last)
@@ -117,34 +107,22 @@ class Strategy:
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         """Makes the next forward pass read the weights that the optimizer has updated.
 
-        `EveryStep` sends updated shards of the weights to the other ranks. `LocalSteps` merges the weights of
-        all ranks every `local_steps` steps. Returns loss, gradient norm and stop requests of all ranks.
+        `EveryStep` sends updated shards of the weights to the other ranks. `LocalSteps` averages the weights
+        over ranks every `local_steps` steps.
 
-        grad_norm: Gradient norm of this step. With `LocalSteps`, the result contains a mean over steps and
-        ranks. step: Number of the training step, from 1.
+        grad_norm: Gradient norm of this step. step: Number of the training step, from 1.
         """
         raise NotImplementedError
 
     def reset_to_weights(self) -> None:
-        """Call it on all ranks after weights were loaded from a checkpoint.
-
-        With local_steps > 1, ranks train separately and merge their weights every few steps. A copy of the
-        loaded weights is stored, to compute at the next merge how much they have changed.
-        """
+        """Must be called on all ranks after weights were loaded from a checkpoint."""
 
     def moments(self) -> Tensors:
-        """Returns the state of the optimizers for a checkpoint: {"<moment>.<weight>": tensor or shard}.
-
-        Example of a name: "exp_avg.lm_head.weight".
-        """
+        """Returns the state of the optimizers for a checkpoint, by name, such as "exp_avg.lm_head.weight"."""
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
-        """Returns further tensors that a checkpoint must contain, by name.
-
-        If ranks merge their weights every few steps (`LocalSteps`) with a momentum, these are {name of a
-        weight: momentum}. Otherwise {}.
-        """
+        """Returns further tensors that a checkpoint must contain: {name: tensor}."""
         return {}
 
 
@@ -170,18 +148,17 @@ class EveryStep(Strategy):
 
 
 class LocalSteps(Strategy):
-    """Each rank trains with only its own gradients. Every `local_steps` steps, ranks merge their weights.
+    """Each rank trains with only its own gradients. Every `local_steps` steps, all ranks get common weights:
 
-        change = mean over ranks of (anchor - weights), where anchor = weights after the last merge
+        change = mean over ranks of (anchor - weights), where anchor = the previous common weights
         momentum = outer_momentum * momentum + change
         weights = anchor - outer_lr * (change + outer_momentum * momentum)
 
     With outer_lr=1 and outer_momentum=0, the result is the mean of the weights (LocalSGD, arXiv 1805.09767).
-    DiLoCo (arXiv 2311.08105) uses 0.7 and 0.9. A merge does not change the moments of the optimizers of
-    ranks.
+    DiLoCo (arXiv 2311.08105) uses 0.7 and 0.9. The optimizer state of each rank does not change.
 
     batch_size: Number of examples in this rank's part of the batch. total_steps: Number of steps of the run.
-    Weights are also merged after the last step. If None, it is unknown. lr: `outer_lr` in these formulas.
+    The last step also ends with common weights. If None, it is unknown. lr: `outer_lr` in these formulas.
     momentum: `outer_momentum`.
     """
 
@@ -236,10 +213,7 @@ class LocalSteps(Strategy):
 
     @property
     def _master_weights(self) -> Tensor:
-        """The float32 weights that the optimizer updates, as one tensor [size]. Writes change the weights.
-
-        Each rank updates all of them.
-        """
+        # Every rank updates all weights, so there is only one buffer.
         (weights,) = self._sync.flat.master_weights.buffers
         return weights
 
@@ -270,10 +244,11 @@ def build_strategy(
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
-    """If ranks merge their weights after `step`, returns the steps since the last merge, as a range.
+    """Returns the training steps since ranks last averaged their weights, if they do so after `step`.
 
-    Otherwise returns an empty range. Ranks merge every `local_steps` steps, and after step `total_steps`.
-    Example: with local_steps = 4, the results for steps 7 and 8 are range(5, 5) and range(5, 9).
+    Otherwise returns an empty range. Ranks average their weights every `local_steps` steps, and after step
+    `total_steps`. Example: with local_steps = 4, the results for steps 7 and 8 are range(5, 5) and range(5,
+    9).
     """
     first = (step - 1) // local_steps * local_steps + 1
     is_synced = step % local_steps == 0 or step == total_steps
@@ -281,9 +256,9 @@ def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> ran
 
 
 def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
-    """Returns the first step, at or after `step`, after which ranks merge their weights.
+    """Returns the first step, at or after `step`, after which ranks average their weights.
 
-    They merge every `local_steps` steps, and after step `total_steps`. Example: 8 for step 5 and local_steps
-    4.
+    This happens every `local_steps` steps, and after step `total_steps`. Example: 8 for step 5 and
+    local_steps 4.
     """
     return min(-(-step // local_steps) * local_steps, total_steps)
