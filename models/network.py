@@ -123,7 +123,7 @@ class Network(nn.Module):
     ) -> dict[str, np.ndarray]:
         """Samples random numbers of a training step on the host: {name: array [batch_size, ...]}.
 
-        `forward` can read the numbers of its puzzles from `rng.arrays`. By default, the only array is
+        `forward` can read the numbers of its puzzles from `SlotRng.arrays`. By default, the only array is
         "min_steps" of `sample_exploration`: how many calls each puzzle must have had before it may halt.
 
         step: Number of the training step. batch_size: Size of the global batch.
