@@ -9,10 +9,12 @@ From Python, in new processes:
     result = pretrain.run(["experiment=demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
+The result has metrics of each test set, by its name. Most datasets have one test set, named "all".
+
 A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
 run_name, a launch continues from the newest checkpoint of the run.
 
-Every process is one rank, and runs this file. training/step.py contains the training step.
+Every process of a launch is one rank, and calls `main`. training/step.py contains the training step.
 """
 
 import contextlib
@@ -66,25 +68,29 @@ def train(program: Program[PretrainConfig]) -> int:
         with collective_errors():  # an error on one rank ends all ranks
             check_packages()  # before the training, because the report is written after it
 
-    # Open the datasets. The schedule lists the steps that end with a log row, an evaluation or a checkpoint.
+    # Open the datasets. The schedule says after which steps a log row, an evaluation or a checkpoint is due,
+    # and which settings each step has, such as the learning rate.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    # Build the state of step 0: weights, optimizer state, and the puzzles that this rank works on.
+    # Build the state of step 0: weights, optimizer state, and slots without puzzles. They get puzzles in the
+    # first training step.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Load the checkpoint that the key `resume` selects, by default the newest one of the run. If there is
-    # none, load the weights of the checkpoint in the key `init_from`, if it is set.
+    # Load the checkpoint that the key `resume` selects, by default the newest one of the run. If the run has
+    # no checkpoint yet, load the weights of the checkpoint in the key `init_from`, if it is set.
     checkpoints = open_checkpoints(config, data)
     with program.watchdog.paused():  # The watchdog ends a run that hangs, but loading may take long.
-        # `is_logged`: whether metrics.jsonl, the log of the run, contains the metrics of the loaded step.
+        # `is_logged`: whether metrics.jsonl, the log of the run, contains the row of the current step. True
+        # at step 0, which has no row.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Warn if this run trains on test puzzles, or if the loaded weights were trained on test puzzles.
+    # Warn if test puzzles are among the puzzles of this training, or among those that the loaded weights were
+    # trained on.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # There is nothing to do if the loaded step is the last one, or if its evaluation ended the run, because
-    # the model had stopped improving. But if metrics.jsonl lacks the row of this step, `run_steps` adds it.
-    # Example: The run was killed during its last evaluation.
+    # There is nothing to do if an earlier launch finished the run: it reached the last step, or it ended
+    # early because the model had stopped improving. If metrics.jsonl lacks the last row, `run_steps` adds it.
+    # Example: The earlier launch was killed during the last evaluation.
     is_evaluated = is_logged and schedule.is_evaluation(state.step)
     ends_early = is_evaluated and checkpoints.best.ends_early(config.stop_patience)
     is_last = is_logged and state.step >= schedule.end_step
@@ -103,7 +109,7 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    return end_torchrun()  # exit status of this process
+    return end_torchrun()  # the exit status. On several machines, this also stops torchrun
 
 
 def run_steps(
@@ -118,16 +124,17 @@ def run_steps(
 
     Between steps, logs metrics, evaluates and saves checkpoints.
 
-    is_logged: Whether metrics.jsonl contains the row of the current step. If False, it is added first.
+    is_logged: Whether metrics.jsonl contains the row of the current step. If False, it is added before the
+    next training step.
 
     Returns whether a signal such as Ctrl-C stopped the run.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over the batches of this rank.
-    # - checkpoints: Leaving the block waits until the last checkpoint is written.
+    # - checkpoints: Saves checkpoints in the background. The end of the block waits for the last one.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
-    # - interruption: Catches signals such as Ctrl-C. `is_agreed()` becomes True on all ranks after the same
-    #   training step.
+    # - interruption: Catches signals such as Ctrl-C. `is_requested()`: this rank has got one. `is_agreed()`:
+    #   all ranks know that a rank has got one. It becomes True on all ranks after the same training step.
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -141,7 +148,7 @@ def run_steps(
         Interruption(program.watchdog.is_paused) as interruption,
     ):
         # Evaluate one batch of each test set, so that an error in the evaluation appears before the training.
-        # `check` warns if the metric that selects the best checkpoint is missing.
+        # `checkpoints.best` remembers the best metric. `check` warns if the results lack this metric.
         if config.sanity_check and state.step == 0:
             with monitor.paused():
                 results = evaluate(config, state, data, only_first_batches=True)
@@ -149,13 +156,14 @@ def run_steps(
 
         ends_early = False
         while True:
-            # Save before evaluating, so that no training is lost if the evaluation fails.
+            # Save if a checkpoint is due after this step, and before the evaluation, because that may fail.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row: the training metrics since the previous row, and the results if an evaluation is due.
-            # After a signal, skip this, so that the run ends soon. The next launch then logs the row.
+            # Log a row: the training metrics since the previous row (summed over ranks by `reduce`), and the
+            # results if an evaluation is due. After a signal, skip this, so that the run ends soon. The next
+            # launch then logs the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 has_evaluation = schedule.is_evaluation(state.step)
@@ -164,7 +172,7 @@ def run_steps(
                         results = evaluate(config, state, data, interruption)
                     if results is None:
                         # A signal interrupted the evaluation. The next launch evaluates again, and logs this
-                        # row. The checkpoint contains its training metrics.
+                        # row. The checkpoint that is saved below contains the training metrics for it.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -176,7 +184,7 @@ def run_steps(
             if ends_early or interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
-            # `set_name` is the training set of the puzzles in the batch.
+            # `set_name` is the name of the training set that the puzzles in the batch are from.
             with monitor.reading():
                 set_name, batch = next(batches)
 
@@ -190,25 +198,26 @@ def run_steps(
                 reasoning=schedule.reasoning(next_step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
-            # A signal may reach only one rank, but all ranks must stop after the same step. The training step
-            # sums over ranks whether a rank was asked to stop. If the sum is positive, `is_agreed()` becomes
-            # True, on CUDA one step later. The sum is None if the ranks did not communicate in this step.
+            # A signal may reach only one rank, but all ranks must stop after the same step. `stop_requests`
+            # is the number of ranks with a signal, or None if the ranks did not communicate in this step. If
+            # it is positive, `is_agreed()` becomes True: at once, or on CUDA after the next step.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
-            # End the run with an error if weights that must be equal on all ranks differ.
+            # Every rank has the same weights, or a part of them. Compare weights that must be equal, and end
+            # the run with an error if they differ.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     state.check_replicas()
 
-        # Save the last step, if it is not saved yet. `close` is called here, and not only at the end of the
-        # `with` block, because the watchdog must be paused while it waits for the disk.
+        # Save the last step, if it is not saved yet. `close` waits for the disk. It is called here, and not
+        # only at the end of the `with` block, because the watchdog must be paused during this.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
-                # If the row of the last step is missing because of a signal, the status is "stopped".
+                # If a signal prevented the row of the run's last step, the status is "stopped".
                 lacks_row = monitor.is_row_due(state.step)
                 status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
                 write_status(folder, status, step=state.step)
@@ -250,7 +259,7 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
     Raises:
         ValueError: If the config is wrong, or the run fails.
     """
-    # Discard all output of this call, because the new processes print it again.
+    # Discard what `compose_run` prints, because the new processes print it again.
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         config = compose_run(overrides, processes=processes)

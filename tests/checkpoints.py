@@ -47,11 +47,15 @@ def begin_training(config: PretrainConfig, metadata: Metadata = FACTS, **options
     return state
 
 
-def do_step(state: TrainState, config: PretrainConfig, batch: Batch, *, total_steps: int = 20) -> StepResult:
+def do_step(
+    state: TrainState, config: PretrainConfig, batch: Batch, *, total_steps: int = 20, **options
+) -> StepResult:
     """Does a step on this rank's share of a global batch."""
     share = batch.select(slice(state.slots.start, state.slots.stop))
     rates = learning_rates(config, state.step + 1, total_steps=total_steps)
-    return train_step(state, share, config=config, rates=rates, clock=StepClock(torch.device("cpu")))
+    return train_step(
+        state, share, config=config, rates=rates, clock=StepClock(torch.device("cpu")), **options
+    )
 
 
 def random_state(step: int, **changes) -> TrainState:

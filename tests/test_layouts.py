@@ -275,6 +275,23 @@ def test_the_first_carry_of_a_pipeline_has_the_bits_of_one_process():
             assert torch.equal(torch.cat((first[name][key], second[name][key])), value), f"{name}: {key}"
 
 
+def _ask(layouts: list[str]) -> list[int]:
+    """Does a step in which a signal has reached only rank 3. Returns how many requests this rank knows."""
+    found = []
+    for layout in layouts:
+        state = begin_training(config := build_config("trm", layout, {}))
+        result = do_step(state, config, random_batch(_SLOTS), is_asked_to_stop=lambda: rank() == 3)
+        found.append(int(result.stop_requests))
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_know_that_one_of_them_got_a_signal():
+    """Otherwise, some ranks stop, and the others wait for them until the watchdog ends the run."""
+    for found in run_ranks(_ask, 4, ["fsdp2", "dp2 x pp2", "dp2 x tp2", "tp2 x pp2"]):
+        assert found == [1] * 4
+
+
 def _drift(layouts: list[str]) -> list[tuple[str, list[int], int] | None]:
     """Compares all that ranks hold, before and after rank 3 has changed its float32 master weights."""
     found = []

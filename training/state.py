@@ -258,7 +258,9 @@ def build_first_state(
             weights=weights,
             table=table,
             average=average,
-            strategy=build_strategy(config, model.model, weights, table, total_steps=total_steps),
+            strategy=build_strategy(
+                config, model.model, weights, table, tensor=mesh.tensor, total_steps=total_steps
+            ),
             carry=model.model.blank_carry(len(slots), seq_len=metadata.seq_len, device=device),
             slots=slots,
             num_slots=config.global_batch_size,

@@ -1,67 +1,77 @@
-"""One training step: every puzzle in the batch gets one forward pass, then the weights change once.
+"""One training step: each slot makes one thinking step on its puzzle, then the weights change once.
 
-The models think about a puzzle in several thinking steps. A thinking step is one forward pass of the
-network. It reads the puzzle and a state, and returns a new state and an answer. One training step contains
-one thinking step of each puzzle.
+A thinking step is one forward pass of the network. It reads a puzzle and a state, and returns a new state and
+an answer. The models think about a puzzle in several thinking steps, but a training step contains only one.
 
-A slot is one position of the global batch. Each rank has its own slots. A slot keeps its puzzle for several
-training steps, until it halts. Then it gets a new puzzle. `state.carry` holds the puzzles and states between
-training steps. The states are detached, so no gradient flows into an earlier training step.
+A slot is one position of the global batch. Each rank has its own slots. A slot keeps its puzzle and its state
+from one training step to the next, until the puzzle halts: the thinking about it is over. Then the slot gets
+a new puzzle. Between training steps, `state.carry` contains the puzzles and states of this rank's slots. The
+states are detached, so no gradient flows into an earlier training step.
 
 `train_step` does the following. The comments in the code have the same numbers. "Dense weights" are all
-weights except the puzzle embeddings.
+weights except the puzzle embeddings. A puzzle embedding is a learned vector of one puzzle.
 
-1. Draw random numbers on the host, such as the minimum number of thinking steps of a slot.
-2. Give new puzzles and initial states to the slots that have halted. Slot i takes puzzle i of the batch. If
-   slot i has not halted, puzzle i of the batch is skipped.
-3. Compute the numbers by which the loss is divided, such as the number of slots in the global batch.
+1. Draw random numbers on the host. Example: exploration. A few slots get a random minimum number of thinking
+   steps, and do not halt in this training step before it.
+2. The data offer one new puzzle to each slot. A slot that has halted takes its new puzzle, with an initial
+   state. The other slots go on with their old puzzles, and their new puzzles are not used.
+3. Determine the divisors of the loss. The most important one is the number of slots, which is constant.
 4. Run the micro-batches: thinking step, decision which slots halt (models/halting.py), loss, and backward
    pass. The gradients of the micro-batches add up.
 5. Store the new puzzles and states.
-6. Sum the gradients over ranks. Two numbers are summed with them: the loss, and the number of ranks that a
-   signal has asked to stop.
+6. Sum the gradients over ranks. Two more numbers are summed with them: the loss, and the number of ranks that
+   a signal has asked to stop.
 7. Clip the gradients of the dense weights (`grad_clip_norm`). Update the dense weights with the optimizer,
-   and the embeddings of the puzzles in the slots with sign SGD.
-8. Copy the new weights to the bfloat16 copies that the forward pass reads, if there are any.
+   and the embeddings of the puzzles in the slots with sign SGD and weight decay. The moving averages of these
+   embeddings change here too (`ema`).
+8. If the forward pass reads bfloat16 copies of the weights, copy the new weights to them.
 9. Update the moving averages of the dense weights (`ema`).
 10. Add the metrics of this rank to the sums for the next log row.
 
-With one process, nothing is sent. The step does not check that the loss is finite. `Monitor` in
-training/monitor.py checks it later, and ends the run.
+With one process, nothing is sent. A loss that is not finite does not stop the step. `Monitor` in
+training/monitor.py finds it later, and ends the run.
 
 The following config keys change a step.
 
 How gradients are summed
-- sync=flat: The last backward pass of step 4 sends the gradients of the dense weights. Step 6 waits for the
-  sums, and sends the gradients of the puzzle embeddings. With a pipeline or tensor parallelism, step 6 sends
-  all gradients.
+- sync=flat: The last backward pass of step 4 sends the gradients of the dense weights, with the two numbers
+  of step 6. Step 6 waits for the sums. Then it sends the gradients of the puzzle embeddings.
 - sync=ddp: torch's DistributedDataParallel sums the gradients of the dense weights in the last backward pass.
-  Step 6 sums the rest. All weights are float32, so step 8 copies nothing.
-- sync=auto: On the CPUs of one Linux node, step 6 adds the gradients in shared memory. Otherwise, and with
-  some other keys, it is the same as sync=flat (`SharedMemorySync` in distributed/sync.py).
+  Step 6 sends the gradients of the puzzle embeddings, and the two numbers. There are no bfloat16 copies.
+- sync=auto: If all ranks are on the CPUs of one Linux node, step 6 adds the gradients in shared memory
+  (`SharedMemorySync` in distributed/sync.py). By default, the optimizer state is then sharded. Otherwise, and
+  with most of the keys below, it is the same as sync=flat.
 - sync_dtype=bfloat16: The gradients of the dense weights are sent in bfloat16.
 - local_steps > 1: Each rank trains by itself. Steps 3 and 6 send nothing. Every `local_steps` training steps,
-  step 8 replaces the weights by their mean over the ranks (`LocalSteps` in training/strategy.py).
+  and after the last one, step 8 gives common weights to all ranks: their mean over the ranks, or with
+  `outer_lr` and `outer_momentum` a step towards it. It also sums the two numbers of step 6 (`LocalSteps` in
+  training/strategy.py).
 
 How weights are distributed
-- data_parallel_shard_degree: The optimizer state is sharded (ZeRO-1). In step 7, each rank updates its shard.
+- data_parallel_shard_degree: The optimizer state is sharded (ZeRO-1). In step 7, each rank updates its shard
+  of the weights. In bfloat16, only the weights of the blocks are sharded, and each rank updates all others.
   Step 8 all-gathers the new weights (distributed/flat.py).
-- pipeline_parallel_degree: Each rank has some of the blocks. Step 4 sends activations from rank to rank
-  (distributed/pipeline.py).
-- tensor_parallel_degree: Each rank has a part of every matrix in the blocks. Step 4 sums activations over
-  ranks (distributed/tensor.py).
-- puzzle_emb_sharding=rows: Each puzzle embedding is on one rank. Step 3 fetches embeddings from these ranks,
-  and step 6 sends the gradients to them (optimizers/puzzle_table.py).
+- pipeline_parallel_degree: Each rank has some of the blocks, and all other weights. For its own slots, it
+  computes the embedding, the answer and the loss. Step 4 sends the activations of its slots through the
+  blocks on the other ranks of the pipeline (distributed/pipeline.py). Step 6 sends all gradients. Step 7 sums
+  the gradient norm over these ranks.
+- tensor_parallel_degree: A group of ranks has the same slots. Each of them has a part of every matrix in the
+  blocks, and step 4 sums activations over the group. Steps 6 and 7 are as with a pipeline. With Muon, step 7
+  also gathers matrices (distributed/tensor.py).
+- puzzle_emb_sharding=rows: Each puzzle embedding is on one rank only, its owner. Step 3 fetches embeddings
+  from their owners, and step 6 sends the gradients to the owners (optimizers/puzzle_table.py).
 
 What is computed
-- train_only=puzzle_embeddings: The dense weights do not change.
-- arch.q_target: How HRM computes the target of the Q head that predicts the value of one more thinking step.
-  With "exact", step 4 runs that thinking step without gradient. With "deferred", the next training step
-  computes the target of each slot that has not halted (models/objective.py).
-- arch=ldt: A slot may hold several puzzles, called boards. A training step works on one of them.
-- gradient_accumulation_steps: Number of micro-batches in step 4. Only the last backward pass sends
-  gradients.
-- curriculum: The run has stages, each with its own data and settings (training/schedule.py).
+- train_only=puzzle_embeddings: The dense weights have no gradient, and do not change.
+- arch.no_ACT_continue=false (HRM): The network also predicts q_continue, how good one more thinking step
+  would be. The target of this prediction comes from that thinking step. With arch.q_target=exact, step 4 runs
+  it for all slots, without gradient. With "deferred", step 4 runs it only for slots that halt. The other
+  slots run it in the next training step anyway (models/objective.py).
+- arch=ldt: A slot may hold several puzzles, called boards. In each training step, a slot works on one of
+  them, chosen at random. Step 3 sums two further divisors over ranks.
+- gradient_accumulation_steps: Number of micro-batches in step 4. Only the last backward pass sends gradients.
+- curriculum: The run has stages, each with its own data and number of cycles in a thinking step
+  (training/schedule.py).
 - torchrun --nnodes MIN:MAX (elastic): The number of ranks may change when the run restarts. A rank without
   slots runs one empty micro-batch.
 
@@ -98,7 +108,7 @@ def train_step(
 
     Args:
         state: Weights, optimizer state and carry of this rank.
-        batch: One puzzle for each slot of this rank. Slots that have not halted ignore it.
+        batch: One new puzzle for each slot of this rank. Only slots that have halted use theirs.
         config: Config of the run.
         rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the puzzle
             embeddings.
@@ -107,9 +117,9 @@ def train_step(
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
     Returns:
-        The loss, the gradient norm, and a number that is positive if a signal has asked any rank to stop.
-        They are equal on all ranks. With local_steps > 1, they are None except in steps that average the
-        weights over ranks.
+        The loss, the gradient norm before clipping, and the number of ranks that a signal has asked to stop.
+        They are equal on all ranks. With local_steps > 1, they are None except in a step after which all
+        ranks have common weights. They are then means over the steps since the last such step.
     """
     state.step += 1
     network = state.model.network
@@ -117,11 +127,12 @@ def train_step(
         reasoning = state.model.reasoning
     # 1. Random numbers.
     rng = sample_rng(state, config, reasoning)
-    # 2. New puzzles. With arch=ldt, a slot may hold several puzzles (boards). `picked` then has the index of
-    # one board for each slot. Otherwise, `picked` is None, and `boards(None)` is the carry itself.
+    # 2. New puzzles. `picked` is None, except with arch=ldt: then it selects one board of each slot. `active`
+    # contains the puzzle and the state of every slot for this thinking step.
     picked = network.pick_boards(rng)
     active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
-    # 3. Divisors of the loss, and puzzle embeddings. Most models send nothing here.
+    # 3. Divisors of the loss. `state.table` contains the puzzle embeddings, and may fetch some from other
+    # ranks.
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
@@ -132,7 +143,7 @@ def train_step(
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. The log has their sums over ranks. The division makes this sum the mean gradient norm.
+    # 10. Metrics. The log contains their sums over ranks, so grad_norm becomes a mean over ranks.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -181,9 +192,9 @@ def forward_and_backward(
 def update(
     state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
 ) -> tuple[Tensor, StepResult]:
-    """Updates all weights and the moving averages. Returns the gradient norm before clipping, and the result.
+    """Updates all weights and the moving averages.
 
-    The gradient norm is that of the dense weights.
+    Returns the gradient norm of the dense weights before clipping, and the result of `train_step`.
     """
     # 6. Sum the gradients over ranks, except with local steps.
     with clock.measure("sync"):
@@ -192,12 +203,12 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # 8. Copy the new weights to those that the forward pass reads. With local_steps > 1, every `local_steps`
-    # training steps this first averages the weights over ranks.
+    # 8. Copy the new weights to those that the forward pass reads. With local_steps > 1, the weights of all
+    # ranks first become equal, if this is due after this step.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. Usually, `averaged_steps` is this step. With local_steps > 1, it is empty until the
-    # weights are averaged over ranks. Then it has all steps since the previous time.
+    # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it is empty, except after
+    # a step that made the weights of all ranks equal. Then it contains all steps since the last such step.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 
@@ -207,8 +218,8 @@ def sample_rng(state: TrainState, config: PretrainConfig, reasoning: Reasoning) 
 
     They depend on the seed, the step and the slot, but not on the number of ranks.
     """
-    # The host draws some numbers for the global batch. Each rank copies those of its slots to the device.
-    # The device draws all others later, such as noise.
+    # The host draws some numbers for the global batch, and this rank copies those of its slots to the device.
+    # The forward pass draws all others on the device, such as noise.
     slots, device = state.slots, state.carry.steps.device
     arrays = state.model.network.sample_randomness(
         seed=config.seed, step=state.step, batch_size=config.global_batch_size, reasoning=reasoning

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
+from distributed.collectives import Ranks
 from distributed.shards import Tensors, shard_of_own
 from distributed.sync import GradientSync, build_gradient_sync
 from optimizers.puzzle_table import PuzzleTable
@@ -127,7 +128,23 @@ class Strategy:
 
 
 class EveryStep(Strategy):
-    """Sums gradients over ranks in every step. Each rank then updates all weights, or its shard of them."""
+    """Sums gradients over ranks in every step. Each rank then updates all weights, or its shard of them.
+
+    tensor: Ranks that process the same puzzles (tensor parallelism). They also sum the stop requests, because
+    their sums of gradients are separate.
+    """
+
+    def __init__(
+        self,
+        syncs: Sequence[GradientSync],
+        weights: Weights,
+        table: PuzzleTable,
+        *,
+        batch_size: int,
+        tensor: Ranks,
+    ):
+        super().__init__(syncs, weights, table, batch_size=batch_size)
+        self._tensor = tensor
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
         if divisors:
@@ -144,7 +161,8 @@ class EveryStep(Strategy):
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         self._weights.gather_()
         loss = self._scalars["loss"].sum() / self._batch_size
-        return StepResult(range(step, step + 1), loss, grad_norm, self._scalars["stop"].sum())
+        stop_requests = self._tensor.all_reduce_sum_(self._scalars["stop"].sum())
+        return StepResult(range(step, step + 1), loss, grad_norm, stop_requests)
 
 
 class LocalSteps(Strategy):
@@ -225,17 +243,25 @@ class LocalSteps(Strategy):
 
 
 def build_strategy(
-    config: PretrainConfig, model: nn.Module, weights: Weights, table: PuzzleTable, *, total_steps: int | None
+    config: PretrainConfig,
+    model: nn.Module,
+    weights: Weights,
+    table: PuzzleTable,
+    *,
+    tensor: Ranks,
+    total_steps: int | None,
 ) -> Strategy:
     """Returns `EveryStep` if the config key `local_steps` is 1, otherwise `LocalSteps`. All ranks call it.
 
-    weights: Weights of `model` on this rank, except puzzle embeddings. table: Puzzle embeddings. total_steps:
-    Number of steps of the run. If None, it is unknown.
+    weights: Weights of `model` on this rank, except puzzle embeddings.
+    table: Puzzle embeddings.
+    tensor: Ranks that process the same puzzles (tensor parallelism).
+    total_steps: Number of steps of the run. If None, it is unknown.
     """
     options = {key: getattr(config, key) for key in ("sync", "bucket_size_mb", "sync_dtype")}
     syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
     if config.local_steps == 1:
-        return EveryStep(syncs, weights, table, batch_size=config.global_batch_size)
+        return EveryStep(syncs, weights, table, batch_size=config.global_batch_size, tensor=tensor)
     local_size, rest = divmod(config.global_batch_size, weights.flats[0].ranks.size)
     assert not rest, "the mean of all weights counts every rank alike"
     interval = {"local_steps": config.local_steps, "total_steps": total_steps}
