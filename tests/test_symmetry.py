@@ -194,13 +194,16 @@ def test_regular_graphs(monkeypatch):
     assert family.maps(graphs["hexagon"], graphs["triangles"]) is None
 
 
-def test_the_command_counts_graphs_up_to_the_order_of_nodes(tmp_path):
-    words = ("--nodes", 6, "--generate", 60, "--num-test", 40)
+@pytest.mark.parametrize("split", ["inputs", "orbits"])
+def test_the_command_counts_graphs_up_to_the_order_of_nodes(tmp_path, split):
+    words = ("--nodes", 6, "--generate", 60, "--num-test", 40, "--split", split)
     sets = build_sets("coloring", tmp_path / "data", *words)
-    known = {*_least_orders(sets["train"].inputs)}
-    count = sum(key in known for key in _least_orders(sets["test"].inputs))
-    assert 0 < count < 40
-    assert _leaked(tmp_path / "data") == [(40, 0, count, count)]
+    trained, tested = (_least_orders(np.unique(sets[each].inputs, axis=0)) for each in ("train", "test"))
+    assert len(trained) + len(tested) == 100
+    assert 30 < len(tested) <= 40
+    count = sum(key in trained for key in tested)
+    assert 0 < count < 40 if split == "inputs" else count == 0
+    assert _leaked(tmp_path / "data") == [(len(tested), 0, count, count)]
 
 
 def _leaked(*folders) -> list[tuple]:
