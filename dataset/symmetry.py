@@ -1,11 +1,14 @@
 """Puzzles that are equal up to symmetry: a transform of the family in `augmentations` maps one to the other.
 
+Graphs are equal if they differ only in the order of their nodes.
+
 A hash that no transform changes finds candidates. An exact search confirms or refutes each candidate. In ARC,
 the same transform must map the input and the answer. In pairs, only the symmetries of the builder's command
 count.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -20,8 +23,8 @@ from dataset.kinds.pairs.build import free_symbols
 from dataset.kinds.sudoku.rules import Box
 from dataset.kinds.sudoku.texts import BOX_OF
 
-_ROUNDS = 4  # of the refinement. The 36 classes of minimal 4x4 Sudokus then have different hashes
-_MOST_STEPS = 20_000  # of the search for one pair of Sudokus: less than 1 s
+_ROUNDS = 4  # of refinements. The 36 classes of minimal 4x4 Sudokus then have different hashes
+_MOST_STEPS = 20_000  # of the search for one pair of puzzles: less than 1 s
 _CHUNK_ROWS = 1 << 11
 
 
@@ -61,6 +64,8 @@ def find_symmetry(folder: Path, info: DatasetInfo) -> Symmetry | None:
         return ImageSymmetry(name, NUM_DIHEDRAL)
     if name == "arc":
         return ImageSymmetry(name, NUM_DIHEDRAL, num_symbols, tuple(range(num_symbols)), num_grids=2)
+    if info.kind is not None and info.kind.name == "coloring":
+        return GraphSymmetry()
     if name == "pairs" and info.vocabulary is not None:
         arguments = (read_builder(folder) or {}).get("arguments", {})
         symmetries, free = str(arguments.get("symmetries")), ()
@@ -175,6 +180,41 @@ class SudokuSymmetry:
         except _TooLongError:
             return None
         return False
+
+
+class GraphSymmetry:
+    """Compares graphs up to the order of their nodes. Cell (i, j) of the grid belongs to the nodes i and j.
+
+    If two graphs of up to 9 nodes differ, their hashes differ, too. All such graphs were hashed: the numbers
+    of different hashes are those of OEIS A000088.
+    """
+
+    def hash_rows(self, tokens: np.ndarray) -> np.ndarray:
+        return mix(mix(self._color_nodes(tokens)).sum(axis=1))
+
+    def _color_nodes(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns a hash of each node, uint64 [n, nodes]. It does not depend on the order of the nodes."""
+        # A color refinement of pairs of nodes (2-dimensional Weisfeiler-Leman). A refinement of single nodes
+        # would not tell a hexagon from two triangles.
+        size = math.isqrt(tokens.shape[1])
+        pairs = mix(tokens.reshape(-1, size, size).astype(np.uint64))
+        for _ in range(_ROUNDS):
+            mixed = mix(pairs)
+            pairs = mix(pairs + sum(mix(pairs[:, :, [via]] + mixed[:, [via]]) for via in range(size)))
+        return pairs.diagonal(axis1=1, axis2=2)
+
+    def maps(self, first: np.ndarray, second: np.ndarray) -> bool | None:
+        size = math.isqrt(len(first))
+        grid, target = (tokens.reshape(size, size) for tokens in (first, second))
+        colors, target_colors = self._color_nodes(np.stack([first, second])).tolist()
+
+        def fits(order: list[int]) -> bool:
+            return np.array_equal(grid[np.ix_(order, order)], target[: len(order), : len(order)])
+
+        try:
+            return any(_orders(colors, target_colors, 1, fits, iter(range(_MOST_STEPS))))
+        except _TooLongError:
+            return None
 
 
 def _color(sums: np.ndarray, width: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Puzzles that are equal up to symmetry, against all transforms of small puzzles."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -8,10 +9,11 @@ import pytest
 from dataset import leaks, symmetry
 from dataset.augmentations import AUGMENTATIONS, dihedral
 from dataset.description import lay_out
+from dataset.kinds.coloring import make_inputs
 from dataset.kinds.sudoku.generate import NUM_MINIMAL_PUZZLES, generate_puzzle
 from dataset.kinds.sudoku.symmetries import bits_per_symmetry, draw_symmetries
 from dataset.leaks import find_leaked, main
-from dataset.symmetry import ImageSymmetry, SudokuSymmetry
+from dataset.symmetry import GraphSymmetry, ImageSymmetry, SudokuSymmetry
 from tests import arc_source, pairs_source
 from tests.puzzle_sets import A, write
 from tests.refusals import refusal
@@ -135,6 +137,73 @@ def test_mazes_against_all_transforms():
         is_image = [other.tobytes() in images for other in rows]
         assert (hashes == number).tolist() == is_image
         assert [family.maps(row, other) for other in rows[::8]] == is_image[::8]
+
+
+def _least_orders(graphs: np.ndarray) -> list[bytes]:
+    """Returns the least of all orders of each graph's nodes. Isomorphic graphs have the same one."""
+    size = math.isqrt(graphs.shape[1])
+    grids, orders = graphs.reshape(-1, size, size), itertools.permutations(range(size))
+    images = [[row.tobytes() for row in grids[:, order][:, :, order]] for order in map(list, orders)]
+    return [*map(min, zip(*images, strict=True))]
+
+
+def _ignore_node_colors(monkeypatch) -> None:
+    same = np.zeros((2, 8), np.uint64)
+    monkeypatch.setattr(
+        GraphSymmetry, "_color_nodes", lambda _, tokens: same[:, : math.isqrt(tokens.shape[1])]
+    )
+
+
+def test_graphs_against_all_orders_of_nodes(monkeypatch):
+    graphs = make_inputs(np.array([*itertools.product([False, True], repeat=10)]), 5)
+    _, firsts, numbers = np.unique(_least_orders(graphs), return_index=True, return_inverse=True)
+    family = GraphSymmetry()
+    hashes = family.hash_rows(graphs)
+    assert len(firsts) == 34  # OEIS A000088
+    assert np.array_equal(hashes, hashes[firsts][numbers])
+    assert len(np.unique(hashes)) == 34
+    for _ in range(2):  # with colors and without
+        for graph, number in zip(graphs[::90], numbers[::90], strict=True):
+            found = [family.maps(other, graph) for other in graphs[firsts]]
+            assert found == (np.arange(34) == number).tolist()
+        _ignore_node_colors(monkeypatch)
+
+
+def test_regular_graphs(monkeypatch):
+    """A refinement of nodes cannot tell these cycles apart. The search alone can."""
+    cycles = {"hexagon": (6,), "triangles": (3, 3), "octagon": (8,), "squares": (4, 4), "both": (5, 3)}
+    graphs = {}
+    for name, lengths in cycles.items():
+        starts, edges = np.cumsum([0, *lengths]).tolist(), np.zeros([sum(lengths)] * 2, bool)
+        for start, length in zip(starts, lengths, strict=False):
+            for node in range(length):
+                edges[start + node, start + (node + 1) % length] = True
+        size = len(edges)
+        graphs[name] = make_inputs((edges | edges.T)[np.triu_indices(size, 1)][None], size)[0]
+    family, draw = GraphSymmetry(), np.random.default_rng(0)
+    hashes = [int(family.hash_rows(graph[None])[0]) for graph in graphs.values()]
+    assert len({*hashes}) == 5
+    _ignore_node_colors(monkeypatch)
+    for (name, graph), (other, target) in itertools.product(graphs.items(), graphs.items()):
+        if len(graph) == len(target):
+            size = math.isqrt(len(graph))
+            order = draw.permutation(size)
+            moved = target.reshape(size, size)[order][:, order].ravel()
+            assert family.maps(graph, moved) == (name == other)
+    monkeypatch.setattr(symmetry, "_MOST_STEPS", 5)
+    assert family.maps(graphs["hexagon"], graphs["triangles"]) is None
+
+
+@pytest.mark.parametrize("split", ["inputs", "orbits"])
+def test_the_command_counts_graphs_up_to_the_order_of_nodes(tmp_path, split):
+    words = ("--nodes", 6, "--generate", 60, "--num-test", 40, "--split", split)
+    sets = build_sets("coloring", tmp_path / "data", *words)
+    trained, tested = (_least_orders(np.unique(sets[each].inputs, axis=0)) for each in ("train", "test"))
+    assert len(trained) + len(tested) == 100
+    assert 30 < len(tested) <= 40
+    count = sum(key in trained for key in tested)
+    assert 0 < count < 40 if split == "inputs" else count == 0
+    assert _leaked(tmp_path / "data") == [(len(tested), 0, count, count)]
 
 
 def _leaked(*folders) -> list[tuple]:

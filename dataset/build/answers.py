@@ -12,7 +12,22 @@ from dataset.metadata import BLANK
 from dataset.randomness import random_bits, random_orders
 from runtime.command_line import recorded
 
-_TEST_SUBSAMPLE = 100  # a stream of random bits
+_SPLIT, _TEST_SUBSAMPLE = 4, 100  # streams of random bits
+
+
+def split_classes(
+    inputs: np.ndarray, classes: np.ndarray, *, most_tests: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Divides inputs into (training inputs, test inputs). Inputs of the same class stay together.
+
+    Whole classes become test inputs, in random order, while there are at most `most_tests` test inputs.
+
+    classes: Number of the class of each input, from 0, int64 [n].
+    """
+    order = random_orders(random_bits(seed, stream=_SPLIT, index=0, count=classes.max() + 1))
+    is_test_class = np.bincount(classes)[order].cumsum() <= most_tests
+    is_test = np.isin(classes, order[is_test_class])
+    return inputs[~is_test], inputs[is_test]
 
 
 def write_with_answers(

@@ -5,8 +5,8 @@ dataset/kinds/evaluator.py contains the interface of its evaluator.
 A new kind is a package in this folder, or a plugin, that defines `KIND`. No other file lists it. Its builder
 is the module `build` in the package (dataset/build/__init__.py describes the interface). If the kind needs a
 new family of transforms, it adds the family to `AUGMENTATIONS` under its name. dataset/symmetry.py finds
-equal puzzles up to symmetry only for the families that it lists. A dataset needs no kind if accuracy is its
-only metric and all variants are written out. This folder does not import torch.
+equal puzzles up to symmetry only for the families and kinds that it lists. A dataset needs no kind if
+accuracy is its only metric and all variants are written out. This folder does not import torch.
 """
 
 import dataclasses

@@ -3,6 +3,8 @@
 Each edge of a graph exists with the same probability. A group of the training split is a graph, and its
 puzzles are the graph with each of its right answers. So an epoch visits each graph once, with a random
 answer. The test split has one example for each graph.
+
+Invariant: no test graph is a training graph. With --split orbits, no test graph with reordered nodes is one.
 """
 
 import argparse
@@ -11,11 +13,12 @@ import functools
 import numpy as np
 
 from dataset.build import sources
-from dataset.build.answers import write_with_answers
+from dataset.build.answers import split_classes, write_with_answers
 from dataset.build.generation import draw_distinct
 from dataset.build.splits import GENERATE
 from dataset.kinds.coloring import RULES, SIZES, VOCAB_SIZE, find_answers, make_inputs
 from dataset.randomness import random_bits
+from dataset.symmetry import GraphSymmetry
 from runtime.command_line import integer
 
 _GRAPHS_OF_A_DRAW = 256
@@ -31,6 +34,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generate", type=integer(at_least=1), required=True, metavar="N", help=generate)
     num_test = "number of test graphs (default N // 10, at least 20)"
     parser.add_argument("--num-test", **sources.NUM_TEST | {"help": num_test})
+    split = (
+        "what to divide at random into training and test graphs. inputs: the graphs. orbits: classes of "
+        "graphs that differ only in the order of their nodes. There may then be fewer test graphs, and more "
+        "training graphs (default inputs)"
+    )
+    parser.add_argument("--split", choices=["inputs", "orbits"], default="inputs", help=split)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -49,7 +58,14 @@ def build(options: argparse.Namespace) -> None:
         refusal=f"random graphs of {options.nodes} nodes gave {{count}} with a 3-coloring, then no new one. "
         "Lower --generate, or change --edge-probability.",
     )
-    write_with_answers(options, train[:, 0], test[:, 0], kind="coloring", rules=RULES, vocab_size=VOCAB_SIZE)
+    train, test = train[:, 0], test[:, 0]
+    if options.split == "orbits":
+        graphs = np.concatenate([test, train])
+        hashes = GraphSymmetry().hash_rows(graphs)
+        _, firsts, numbers = np.unique(hashes, return_index=True, return_inverse=True)
+        # A class has the number of its first graph, so that the split does not depend on the hash function.
+        train, test = split_classes(graphs, firsts[numbers], most_tests=len(test), seed=options.seed)
+    write_with_answers(options, train, test, kind="coloring", rules=RULES, vocab_size=VOCAB_SIZE)
 
 
 def _draw(split: str, index: int, *, seed: int, num_nodes: int, edge_probability: float) -> np.ndarray:

@@ -12,12 +12,10 @@ import numpy as np
 
 from dataset.augmentations import NUM_DIHEDRAL, find_augmentation
 from dataset.build import sources
-from dataset.build.answers import write_with_answers
+from dataset.build.answers import split_classes, write_with_answers
 from dataset.kinds.queens import QUEEN, RULES, SIZES, VOCAB_SIZE, all_inputs
-from dataset.randomness import random_bits, random_orders
 from runtime.command_line import integer
 
-_SPLIT = 4  # a stream of random bits
 _TEST_FRACTION = 0.15  # as in the published data
 
 
@@ -44,11 +42,8 @@ def build(options: argparse.Namespace) -> None:
     num_pairs = RULES.find_answers(inputs)[1].sum()
     print(f"{len(inputs)} distinct inputs ({by_given} queens given), {num_pairs} pairs with a right answer")
     classes = _orbits(inputs) if options.split == "orbits" else np.arange(len(inputs))
-    # Whole classes become test inputs, in random order, while they fit.
-    order = random_orders(random_bits(options.seed, stream=_SPLIT, index=0, count=classes.max() + 1))
-    is_test_class = np.bincount(classes)[order].cumsum() <= round(_TEST_FRACTION * len(inputs))
-    is_test = np.isin(classes, order[is_test_class])
-    train, test = inputs[~is_test], inputs[is_test]
+    most_tests = round(_TEST_FRACTION * len(inputs))
+    train, test = split_classes(inputs, classes, most_tests=most_tests, seed=options.seed)
     write_with_answers(options, train, test, kind="queens", rules=RULES, vocab_size=VOCAB_SIZE)
 
 
