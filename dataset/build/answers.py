@@ -26,8 +26,9 @@ def write_with_answers(
 ) -> None:
     """Writes a dataset of puzzles with several right answers.
 
-    The training split has one example for each right answer. The test split has one example for each input.
-    Its label is the first right answer. Prints the numbers of inputs and examples.
+    The training split has one example for each right answer. The examples of one input are a group, and an
+    epoch uses one of them. The test split has one example for each input. Its label is the first right
+    answer. Prints the numbers of inputs and examples.
 
     options: Parsed command line. If `num_test` is set, only this number of random test inputs is kept. train,
     test: Different inputs, uint8 [n, cells].

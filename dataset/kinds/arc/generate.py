@@ -33,8 +33,8 @@ class Family(NamedTuple):
     Attributes:
         rules: Parameters of each rule. Example: [("left-right",), ("top-bottom",), ...] for the family
             "mirror".
-        draw_input: Function (random choices, *parameters) -> random input grid, uint8 [rows, columns]. The
-            rule may leave the grid unchanged. Such a grid is not used.
+        draw_input: Function (`_Draw`, *parameters) -> random input grid, uint8 [rows, columns]. It may be a
+            grid that the rule does not change. Such a grid is not used.
         answer: Function (input grid, *parameters) -> output grid. It applies the rule.
     """
 
@@ -69,8 +69,8 @@ class _Draw:
 def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
     """Generates `count` ARC-like tasks. Returns (task, parameters of its rule) for each.
 
-    The families of rules, such as "mirror", take turns. A family repeats a rule only after it has used all
-    its rules. subset: Value of `Task.subset`, such as "evaluation".
+    A family is a number of similar rules, such as "mirror". The families take turns. A family repeats a rule
+    only after it has used all its rules. subset: Value of `Task.subset`, such as "evaluation".
     """
     generated = []
     seen: set[bytes] = set()  # inputs
