@@ -93,7 +93,8 @@ def build_puzzles(
             cells]. The easier input becomes a second example of its puzzle. If it equals a test input, the
             second example repeats the first one.
         has_several: Returns whether a puzzle, given by its input [cells], has several solutions. Called for
-            puzzles that were read from files. If there are several solutions, a warning is printed.
+            up to 1000 random puzzles of each split, if they were read from files. Prints a warning if it
+            returned True.
     """
     instead = {}
     if options.generate is None:
@@ -153,10 +154,12 @@ def _split_files(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Divides the pairs of one or two files into training pairs and test pairs.
 
-    The first of two files is for training. A random tenth of a single file is for testing. Training pairs
-    with the input of a test pair are then left out. Raises ValueError if there are too few pairs.
+    If there are two files, the first is for training and the second is for testing. If there is one file, a
+    random tenth of its pairs is for testing, and training pairs with the input of a test pair are left out.
+    Raises ValueError if there are too few pairs.
 
-    read: Pairs of each file, uint8 [n, 2, cells]. thing: Word for a puzzle in messages.
+    files: Paths of the files, for messages. read: Pairs of each file, uint8 [n, 2, cells]. thing: Word for a
+    puzzle in messages.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
         raise ValueError(f"{empty[0]} has no {thing}. Pass another --source.")
@@ -176,6 +179,8 @@ def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
 
     Warns about inputs with several answers, and about answers that are equal to their inputs. These pairs are
     not removed.
+
+    pairs: Inputs and answers, uint8 [n, 2, cells]. path: The file, for messages. kind: Name of the builder.
     """
     seen: set[tuple[bytes, bytes]] = set()
     inputs: set[bytes] = set()

@@ -126,7 +126,8 @@ class Puzzle:
         """Returns the puzzle with token arrays of length `seq_len`, which the model expects.
 
         An ARC puzzle is copied, with its grids at the top left of square token arrays of this length. Other
-        kinds of puzzles are returned unchanged. Raises ValueError if a grid of the ARC task does not fit.
+        kinds of puzzles are returned unchanged, whatever their length is. Raises ValueError if a grid of the
+        ARC task does not fit.
         """
         return self
 

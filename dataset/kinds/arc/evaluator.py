@@ -42,7 +42,7 @@ class TestInput(NamedTuple):
 
     Attributes:
         set_name: Name of the test set.
-        task: Index of the task.
+        task: Index of the task in the list of test tasks, sorted by name.
         index: Index of the input among the test inputs of the task.
     """
 
@@ -98,7 +98,7 @@ class Votes:
         """Returns the different answers that have votes, as bytes, sorted from best to worst.
 
         Answers with more votes come first. Ties are broken by the larger mean probability, then by the
-        smaller bytes. An answer without a grid, which does not start with a color, is always last.
+        smaller bytes. An answer has no grid if its first token is not a color. This answer is always last.
 
         test_inputs: Test inputs whose votes are added, such as the same input in several test sets.
         """

@@ -192,7 +192,9 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Returns a grid with one cell for each object of a color in the input grid.
+    """Counts the objects of one color and size in a grid.
+
+    Returns a grid with one colored cell for each object.
 
     color: Color of the objects. size: 1 if the objects are single cells, 2 if they are blocks of 2 x 2 cells.
     of_answer: Color of the returned cells. layout: Their arrangement: "row", "column" or "diagonal".

@@ -75,10 +75,10 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Returns the transforms that rotate or mirror a task: uint8 [n, 11] with n up to 8.
+    """Returns the transforms that rotate or mirror a task: uint8 [n, 11].
 
-    The first one changes nothing. If several of the 8 transforms give the same puzzle, only the first of them
-    is returned.
+    There are up to 8 of them. The first one changes nothing. If several transforms give the same puzzle, only
+    the first of them is returned.
     """
     transforms = (bytes((dihedral_index, *IDENTITY[1:])) for dihedral_index in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
@@ -156,7 +156,7 @@ def draw_translations(
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
     """Converts tasks to a `PuzzleSet`. The copies of a task become one group.
 
-    The first copy of each task is the original, and the others are augmented.
+    Copy i of a task is made by its transform i. The first transform of a task must change nothing.
 
     tasks: For each task, (pairs, transforms [copies, 11], translations [copies, pairs, 2], puzzle identifiers
     [copies]). size: Rows and columns of a token array.

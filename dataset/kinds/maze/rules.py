@@ -38,7 +38,10 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns whether each answer equals its maze, except for path marks on open cells: bool [count]."""
+    """Returns whether each answer is its maze with PATH tokens on open cells: bool [count].
+
+    It may have any number of PATH tokens. They need not form a path.
+    """
     return ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
 
 
@@ -115,8 +118,8 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 def _to_bits(cells: np.ndarray) -> np.ndarray:
     """Packs mazes, bool [cells, count], so that each byte contains one cell of 8 mazes.
 
-    A border of one cell is added to each maze. Its bits are 0. Returns uint8 [size + 2, size + 2, count / 8,
-    rounded up].
+    A border of one cell is added to each maze. Its bits are 0. Returns uint8 [size + 2, size + 2, ceil(count
+    / 8)].
     """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)

@@ -249,10 +249,10 @@ def _tables(
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads a CSV file or a list of Sudokus. Yields (line numbers, {column: texts}) in chunks.
 
-    Without answers in the file, there is no column "answer".
+    If the file contains no answers, there is no column "answer".
 
     names: Columns to read, ["question", "answer"] and maybe "rating". num_cells: Number of cells of a Sudoku.
-    column_names: Value of --columns.
+    column_names: Value of the option --columns, or None.
     """
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)

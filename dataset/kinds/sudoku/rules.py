@@ -98,8 +98,8 @@ class _Boards(NamedTuple):
             its product with `every_digit` is the board with these cells for every digit.
         units: [(firsts, offsets, spread) of the rows, of the columns, of the boxes]. `firsts` is the board
             with the first cell of each unit, for every digit. `offsets` are the numbers of the cells of a
-            unit, minus the number of its first cell. The product of a part of `firsts` with `spread` is the
-            board with all cells of these units, for the same digits.
+            unit, minus the number of its first cell. If a board contains only some bits of `firsts`, its
+            product with `spread` is the board with all cells of these units, for the same digits.
         after_clue: One mask for each bit. `board & after_clue[bit]` removes the digit of the bit from the
             other cells of its row, column and box.
         only_digit: One mask for each bit. `board & only_digit[bit]` removes all other digits from the cell of
@@ -174,7 +174,7 @@ def search_boards(
     """Yields all solutions of a Sudoku, given and returned as boards (integers, see `_Boards`).
 
     Args:
-        board: Digits that each cell may hold.
+        board: Board with the digits that each cell may hold.
         box: (rows, columns) of a box.
         digit_orders: For each cell, the digits from 0 in the order in which the solver guesses them. If None,
             it guesses in a fixed order, and may also guess the cell of a digit.
