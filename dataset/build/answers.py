@@ -41,11 +41,13 @@ def write_with_answers(
 ) -> None:
     """Writes a dataset of puzzles with several right answers.
 
-    The training split has one example for each right answer. The test split has one example for each input.
-    Its label is the first right answer. Prints the numbers of inputs and examples.
+    The training split has one example for each right answer. The examples of one input are a group, and an
+    epoch uses one of them. The test split has one example for each input. Its label is the first answer that
+    `rules.find_answers` returns. Prints the numbers of inputs and examples.
 
     options: Parsed command line. If `num_test` is set, only this number of random test inputs is kept. train,
-    test: Different inputs, uint8 [n, cells].
+    test: Different inputs, uint8 [n, cells]. kind: Name of the builder. rules: Rules that find all right
+    answers.
     """
     if options.num_test is not None and options.num_test < len(test):
         order = random_orders(random_bits(options.seed, stream=_TEST_SUBSAMPLE, index=0, count=len(test)))

@@ -32,17 +32,22 @@ def draw_distinct(
     refusal: str,
     distinct_part: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generates puzzles for both splits, without repetitions. Returns (training puzzles, test puzzles).
+    """Generates puzzles for both splits. Returns (training puzzles, test puzzles).
 
     Both arrays are uint8 [puzzles, parts, cells]. Part 0 of a puzzle is its input, and part 1 is usually its
-    answer. Calls draw("test", 0), draw("test", 1), ... until there are enough test puzzles, then does the
-    same for "train". After 2 s, all CPU cores generate puzzles.
+    answer. Calls draw("test", 0), draw("test", 1), ... until there are enough test puzzles. Then calls
+    draw("train", 0), draw("train", 1), ... in the same way. If a split takes more than 2 s, all CPU cores
+    generate the rest of it.
 
     Args:
         draw: `draw(split, index)` returns a list of puzzles, [parts, cells] each. It must be picklable.
+        num_train: Number of training puzzles.
+        num_test: Number of test puzzles.
         max_misses: Number of calls in a row without a new puzzle after which ValueError is raised.
-        refusal: Message of this ValueError. "{count}" in it becomes the number of puzzles found.
-        distinct_part: Part that differs between any two puzzles of both splits.
+        refusal: Message of this ValueError. "{count}" in it becomes the number of puzzles found, of both
+            splits.
+        distinct_part: Index of the part that must differ. A puzzle is left out if this part equals that of an
+            earlier puzzle of either split.
     """
     seen: set[bytes] = set()
     drawn = {}

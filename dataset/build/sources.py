@@ -114,9 +114,11 @@ def _ending_of(name: str) -> str:
 def choose_puzzle_files(names: list[str]) -> list[str]:
     """Selects the puzzle files among the names of files in a folder.
 
-    Returns [training file, test file], such as ["train.csv", "test.csv.gz"]. If there is neither a training
-    file nor a test file, returns the name of the only table or of the only puzzle file. In any other case,
-    raises ValueError.
+    1. If there are a training file and a test file, returns both, such as ["train.csv", "test.csv.gz"].
+    2. If there is neither, returns the only table (.csv or .tsv) in a list.
+    3. If there is also no table, returns the only other puzzle file, such as ["puzzles.sdm"].
+
+    In any other case, raises ValueError.
     """
     seen = [name for name in names if "/" not in name and not name.startswith(".")]
     endings = {name: Path(name.removesuffix(".gz")) for name in seen}
@@ -160,8 +162,9 @@ def read_columns(
         names: Names of the columns to read.
         read_others: Whether to yield all columns of the file, under their names in the file.
         column_names: Value of the option --columns: the names of the columns in the file, separated by
-            commas.
-        optional: Names of columns that may be missing, unless `column_names` contains a comma.
+            commas, in the order of `names`.
+        optional: Names of columns that may be missing. Ignored if `column_names` contains a comma, because
+            the user then expects several columns.
         is_grid: Function that returns whether a text is a puzzle. If the first line contains puzzles, the
             file has no column names, and the columns with puzzles get the `names` in their order.
     """

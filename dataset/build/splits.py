@@ -85,13 +85,16 @@ def build_puzzles(
         vocab_size: Number of different tokens.
         augmentation: Name of the transforms of variants in `AUGMENTATIONS`.
         read: `read(files)` returns the pairs of each file, [n, 2, cells].
-        generate: Returns (training pairs, test pairs). Called if the user has passed --generate.
+        generate: Returns (training pairs, test pairs), [n, 2, cells] each. Called if the user has passed
+            --generate.
         draw_transforms: `draw_transforms(n)` returns the transforms of n puzzles, uint8 [n, 1 + variants,
             bytes]. The first transform of each puzzle changes nothing. If None, there are no variants.
-        make_easier: Converts training pairs to easier inputs with the same labels, [n, cells]. Each becomes a
-            second example of its puzzle, unless it is a test puzzle.
-        has_several: Returns whether a puzzle, given by its input [cells], has several solutions. Checks
-            puzzles that were read from files.
+        make_easier: Converts training pairs, [n, 2, cells], to easier inputs with the same labels, [n,
+            cells]. The easier input becomes a second example of its puzzle. If it equals a test input, the
+            second example repeats the first one.
+        has_several: Returns whether a puzzle, given by its input [cells], has several solutions. Called for
+            up to 1000 random puzzles of each split, if they were read from files. Prints a warning if it
+            returned True.
     """
     instead = {}
     if options.generate is None:
@@ -151,10 +154,12 @@ def _split_files(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Divides the pairs of one or two files into training pairs and test pairs.
 
-    The first of two files is for training. A random tenth of a single file is for testing. Training pairs
-    with the input of a test pair are then left out. Raises ValueError if there are too few pairs.
+    If there are two files, the first is for training and the second is for testing. If there is one file, a
+    random tenth of its pairs is for testing, and training pairs with the input of a test pair are left out.
+    Raises ValueError if there are too few pairs.
 
-    read: Pairs of each file, uint8 [n, 2, cells]. thing: Word for a puzzle in messages.
+    files: Paths of the files, for messages. read: Pairs of each file, uint8 [n, 2, cells]. thing: Word for a
+    puzzle in messages.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
         raise ValueError(f"{empty[0]} has no {thing}. Pass another --source.")
@@ -174,6 +179,8 @@ def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
 
     Warns about inputs with several answers, and about answers that are equal to their inputs. These pairs are
     not removed.
+
+    pairs: Inputs and answers, uint8 [n, 2, cells]. path: The file, for messages. kind: Name of the builder.
     """
     seen: set[tuple[bytes, bytes]] = set()
     inputs: set[bytes] = set()
@@ -218,9 +225,10 @@ def _have_several_solutions(
 def _keep(
     pairs: np.ndarray, count: int | None, option: str, split: str, *, seed: int, stream: int
 ) -> np.ndarray:
-    """Returns `count` random pairs in their order. If `count` is None, returns all pairs.
+    """Returns `count` random pairs, in their original order. If `count` is None, returns all pairs.
 
-    Raises ValueError if there are fewer pairs. option, split: Names for its message.
+    Raises ValueError if there are fewer pairs. option, split: Names for its message. seed, stream: Determine
+    the random numbers.
     """
     if count is None:
         return pairs
@@ -247,25 +255,28 @@ def make_split(
     group_sizes: np.ndarray | None = None,
     **others: Any,
 ) -> Split:
-    """Creates a split from pairs (input, label). All puzzles are in one set, named "all".
+    """Creates a split from examples. All puzzles are in one set, named "all".
 
-    Token 0 is padding, and labels of 0 are not scored. A group is a puzzle and its variants (augmented
-    copies).
+    An example is an input and its label. A puzzle has one or more examples. A variant is an augmented copy of
+    a puzzle. A group is a puzzle and its variants, or several puzzles (see `group_sizes`). Token 0 is
+    padding, and labels of 0 are not scored.
 
     Args:
-        pairs: Inputs and labels, uint8 [groups, 2, cells]. If a puzzle has several examples, uint8 [groups,
-            examples, 2, cells].
+        pairs: Inputs and labels of n puzzles, without variants, uint8 [n, 2, cells]. If each puzzle has
+            several examples, uint8 [n, examples, 2, cells].
         vocab_size: Number of different tokens.
         augmentation: Name of the family of `transforms` in `AUGMENTATIONS`, such as "sudoku".
-        transforms: Transforms that make the puzzles of each group, uint8 [groups, puzzles in a group, bytes].
-            The first in each group changes nothing. If None, each group is one puzzle.
-        held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by its
-            original.
+        transforms: Transforms that make the puzzles of each group, uint8 [n, 1 + variants, bytes]. The first
+            transform of each group changes nothing. If None, there are no variants.
+        held_out: Test split. If an input of a variant equals a test input with the same puzzle identifier,
+            the original replaces the variant. Labels are not compared. If None, this is not checked.
         materialize: Whether the split contains the tokens of the variants instead of their transforms.
-        identifiers: Puzzle identifier (embedding number) of each group, [groups]. If None, all are 0.
+        identifiers: Puzzle identifier (number of a learned embedding) of each puzzle, [n]. Variants have that
+            of their original. If None, all are 0.
         num_identifiers: Number of puzzle identifiers in the dataset.
-        group_sizes: Numbers of successive `pairs` that form a group, [n]. Not supported together with
-            `transforms`. If None, each entry of `pairs` is a group.
+        group_sizes: Number of puzzles in each group, [groups]. Their sum is n. Example: with [2, 3], the
+            first two puzzles are a group. Not supported together with `transforms`. If None, each puzzle is a
+            group, together with its variants.
         **others: Other fields of `Metadata`, such as `num_columns`.
     """
     pairs = pairs.reshape(len(pairs), -1, *pairs.shape[-2:])
@@ -294,8 +305,8 @@ def make_split(
 def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
     """Replaces training variants that equal a test puzzle by their originals.
 
-    A variant is an augmented copy of a puzzle. It equals a test puzzle if it has the same puzzle identifier,
-    and if one of its inputs is the input of the test puzzle. Changes `train.transforms` in place, and prints
+    A variant is an augmented copy of a puzzle. It equals a test puzzle if both have the same puzzle
+    identifier and a common input. Labels are not compared. Changes `train.transforms` in place, and prints
     the number of changed variants.
     """
     held_out = set(zip(test.puzzle_identifiers.tolist(), input_keys(test.inputs), strict=True))

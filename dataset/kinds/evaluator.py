@@ -20,14 +20,15 @@ class Answers(NamedTuple):
     """The answers of a model to one batch of examples, without padding.
 
     Attributes:
-        inputs: int32 [n, seq_len]. n may be 0.
-        labels: int32 [n, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
+        inputs: Tokens, int32 [n, seq_len]. n may be 0.
+        labels: Right answers, int32 [n, seq_len]. IGNORE_LABEL_ID (-100) for cells that are not scored.
         puzzle_identifiers: Index of each example's puzzle embedding, int32 [n].
         preds: Most probable token of each cell, uint8 or int32 [n, seq_len].
         q_halt: Logit of the predicted probability that the answer is right, float32 [n].
         is_decided: bool [n]. False where a search model (LDT) found no answer. None if the model always
             answers.
-        num_samples: Number of answers to each example. The answers to one example are next to each other.
+        num_samples: Number of answers to each example. With 3, rows 0 to 2 of all arrays belong to the first
+            example, so its input and label occur three times.
     """
 
     inputs: np.ndarray
@@ -62,13 +63,16 @@ class Evaluator(Protocol):
         """
 
     def partial(self) -> Any:
-        """Returns the counts of this process. They are pickled and sent to rank 0."""
+        """Returns what this process has counted in `add`.
+
+        The result is pickled and sent to rank 0.
+        """
 
     def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
         """Computes the metrics from the counts of all processes. Called on rank 0.
 
         Returns {set: {metric: value}}, for example {"all": {"sudoku/exact_accuracy": 0.91, "sudoku/count":
-        1000}}. A test set without data is left out. partials: Result of `partial` of every rank.
+        1000}}. A test set is left out if no answer to it counts. partials: Result of `partial` of every rank.
         """
 
     def write(self, folder: Path) -> None:
@@ -97,8 +101,8 @@ class RowEvaluator:
             kind: Name of the kind of puzzle. The metrics are `<kind>/<check>_accuracy` and `<kind>/count`.
             check: Function (inputs, preds) -> {check: whether each answer passes, bool [n]}. Both arguments
                 are tokens, [n, seq_len]. The check `valid` means that an answer obeys the rules.
-            tasks: Task name of each puzzle identifier. With several names, `write` writes the accuracy of
-                each task.
+            tasks: Name of the task of each puzzle identifier (index of a puzzle embedding). With several
+                names, `write` writes the accuracy of each task.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
         # {(set, check): number of examples of each task that pass}, of this rank and of all ranks. All
@@ -138,9 +142,12 @@ class RowEvaluator:
         ]
 
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns {"<check>_accuracy": fraction of a set's examples that pass, ..., "count": their number}.
+        """Returns the scores of a test set, such as {"exact_accuracy": 0.5, "count": 20}.
 
-        tasks: Index of one task, to count only its examples.
+        An accuracy is the fraction of the set's examples that pass a check. count is the number of these
+        examples. Examples without labels are not included.
+
+        tasks: Index of one task, to use only its examples. By default, the examples of all tasks.
         """
         of_set = {
             check: int(rows[tasks].sum())

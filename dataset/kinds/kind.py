@@ -36,18 +36,23 @@ Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Style:
     """Describes how grids are drawn in terminals, pictures and HTML pages.
 
+    Each cell of a grid contains one token.
+
     Attributes:
-        symbols: Text of each token. A token beyond the last one is shown as its number.
-        ansi: {token: ANSI color codes for a terminal}.
+        symbols: Text of each token, starting with token 0. A token beyond the last text is shown as its
+            number.
+        ansi: {token: ANSI color codes for a terminal, such as "30;102"}.
         colors: {token: background color of a cell as #rrggbb}, for pictures and HTML pages.
-        regions: {number of cells: number of each cell's region, row by row}. Pages and pictures draw thicker
-            lines between regions, such as the boxes of a Sudoku. A terminal has lines only if some region is
-            not a rectangle.
+        regions: {number of cells of a grid: number of each cell's region, row by row}. Example of a region: a
+            box of a Sudoku. Pages and pictures draw thicker lines between regions. A terminal has lines only
+            if some region is not a rectangle.
         gap: Text between the cells of a row in a terminal. It is not used in a row with lines between
             regions.
-        marks_new: Whether cells of the answer that differ from the puzzle are green.
-        first_of_field: Lowest token of a cell, for kinds with grids of different sizes (ARC). The token below
-            it marks the end of a grid. If None, every grid fills the token array.
+        marks_new: Whether cells of the answer that differ from the puzzle have another color, such as green.
+        first_of_field: Smallest token that is a symbol of a grid. Set if a grid may be smaller than the token
+            array, as in ARC and in datasets with their own symbols. Token `first_of_field` - 1 then marks the
+            row below the grid and the column to its right, and smaller tokens are padding. If None, every
+            grid fills the token array.
         num_columns: Number of columns of the token array. If None, `to_grid` chooses it.
     """
 
@@ -69,9 +74,10 @@ class Style:
         return self.symbols[token] if token < len(self.symbols) else str(token)
 
     def is_blank(self, token: int) -> bool:
-        """Returns whether this token means an empty cell.
+        """Returns whether a cell with this token is drawn as an empty cell.
 
-        This is the case if its symbol is a space or its ANSI code is `FAINT`.
+        This is the case if the symbol of the token is a space, or if a terminal draws the token in faint text
+        (ANSI code 2).
         """
         is_space = token < len(self.symbols) and not self.symbols[token].strip()
         return is_space or self.ansi.get(token) == FAINT
@@ -84,7 +90,8 @@ class Puzzle:
     Attributes:
         tokens: Input, uint8 or int32 [seq_len].
         vocab_size: Number of different tokens in datasets of such puzzles.
-        rules: Function that checks whether answers obey the rules. None if the kind of puzzle has no rules.
+        rules: Function (inputs, answers) -> whether each answer obeys the rules, bool [n]. Both arguments are
+            tokens, [n, seq_len]. None if the kind of puzzle has no rules.
         solution: Tokens of the solution, [seq_len]. None if it is not known.
     """
 
@@ -98,33 +105,37 @@ class Puzzle:
     """Whether all samples run to their end, so that `distinct_answers` can collect their right answers."""
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the cells of the grid in an answer: int64 [rows, columns].
+        """Returns the positions in `tokens` of the cells of a grid: int64 [rows, columns].
 
-        For most kinds of puzzles, the grid consists of all cells. An ARC grid may be smaller than the token
-        array. tokens: The answer, [seq_len].
+        In most kinds of puzzles, the grid consists of all tokens. In ARC, and in datasets with their own
+        symbols, it may be smaller than the token array.
+
+        tokens: Answer to the puzzle, [seq_len].
         """
         return to_grid(np.arange(len(tokens)))
 
     def is_solution(self, tokens: np.ndarray) -> bool:
         """Returns whether an answer shows the same grid as `solution`, which must not be None.
 
-        tokens: The answer, [seq_len].
+        Tokens outside the grids are not compared. tokens: The answer, [seq_len].
         """
         cells, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns the puzzle with its grids in token arrays of length `seq_len`.
+        """Returns the puzzle with token arrays of length `seq_len`, which the model expects.
 
-        A model expects this length. Only ARC puzzles change. Other kinds return the puzzle itself. Raises
-        ValueError if a grid does not fit.
+        An ARC puzzle is copied, with its grids at the top left of square token arrays of this length. Other
+        kinds of puzzles are returned unchanged, whatever their length is. Raises ValueError if a grid of the
+        ARC task does not fit.
         """
         return self
 
     def distinct_answers(self, answers: np.ndarray) -> np.ndarray:
-        """Returns the right answers among several answers, without repetitions: tokens [k, seq_len].
+        """Returns the right answers among a model's answers, each of them once: tokens [k, seq_len].
 
-        Only for puzzles with `has_many_answers`. answers: Tokens, [n, seq_len].
+        Only puzzles with `has_many_answers` implement it. answers: The model's answers to this puzzle, tokens
+        [n, seq_len].
         """
         raise NotImplementedError
 
@@ -137,20 +148,24 @@ class Puzzle:
         return None
 
     def find_identifier(self, training: Split) -> int | None:
-        """Returns the index of the puzzle embedding for this ARC task.
+        """Searches the training data for this ARC task. Returns its puzzle identifier.
 
-        This embedding was trained on the demonstrations of the task. Returns None if there is none, and for
-        all other kinds of puzzles. training: Training split of the model's dataset.
+        The puzzle identifier is the index of the embedding that the model learned for the task. A task of the
+        training data matches if it contains all demonstrations (input-output pairs) of this task. Returns
+        None if no task matches, and for all other kinds of puzzles.
+
+        training: Training split of the dataset that the model was trained on.
         """
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
-        """Returns training examples from which a model can learn an embedding for this ARC task.
+        """Returns the demonstrations (input-output pairs) of this ARC task as training data.
 
-        Returns None for all other kinds of puzzles. The embedding has index 1.
+        A model can learn an embedding for the task from this data. The embedding has index 1. Returns None
+        for all other kinds of puzzles.
 
-        num_views: Number of copies of the examples. Each has its grids at random positions in the token
-        array. seed: Seed of the positions.
+        num_views: Number of copies of the demonstrations. In each copy, the grids have other random positions
+        in the token array. seed: Seed of the positions.
         """
         return None
 
@@ -158,8 +173,11 @@ class Puzzle:
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
     """Reshapes an array [seq_len] to [rows, columns].
 
-    If `num_columns` is None, the grid is a square if possible. Otherwise the number of columns is the largest
-    divisor of seq_len up to 32.
+    The number of columns is the first of these numbers that exists:
+
+    1. `num_columns`, if it is not None.
+    2. The square root of seq_len, if it is an integer.
+    3. The largest divisor of seq_len up to 32.
     """
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
@@ -187,8 +205,8 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
     Example: with the symbols "_.Q", the text "Q . . ." gives the tokens [2, 1, 1, 1]. If every symbol is one
     character, the spaces are optional. Raises ValueError for an unknown symbol.
 
-    symbols: Symbol of each token. If empty, the symbol of a token is its number. vocab_size: Number of
-    tokens.
+    symbols: Symbol of each token, starting with token 0. If empty, the symbol of a token is its number.
+    vocab_size: Number of different tokens. Further symbols are ignored.
     """
     names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
     token_of = {symbol: token for token, symbol in enumerate(names)}
@@ -211,15 +229,18 @@ class Kind:
         mismatch: Function (metadata of a dataset) -> reason why the dataset cannot be of this kind, or None.
         build_evaluator: Function (dataset folder, metadata) -> evaluator. It raises ValueError if the dataset
             cannot be evaluated.
-        augmentation: Key in `dataset.augmentations.AUGMENTATIONS`. None if the kind has no augmentation.
+        augmentation: Name in `dataset.augmentations.AUGMENTATIONS` of the transforms that make copies of its
+            puzzles. None if the kind has no augmentation.
         style: How its grids are drawn.
-        read_puzzles: Function (text) -> puzzles. It raises ValueError with a message of one line if a puzzle
-            is not valid. If None, texts are parsed with the symbols of `style`.
+        read_puzzles: Function (text) -> list of puzzles. It raises ValueError with a message of one line if a
+            puzzle is not valid. If None, texts are parsed with the symbols of `style`.
         make_up: Function (metadata, count) -> (inputs, answers) of new puzzles, tokens [count, seq_len] each.
             They have the size of the dataset's puzzles. None if the kind cannot generate puzzles.
-        names_symbols: Whether each dataset lists its own symbols (`dataset.description.Vocabulary`).
-        groups: Function (metadata) -> lists of cells in which all symbols must differ. Web pages check
-            answers with it. Only for kinds that have no other rules.
+        names_symbols: Whether the symbols of the tokens differ between datasets of this kind. Each dataset
+            then lists them in its metadata (`Metadata.symbols`).
+        groups: Function (metadata) -> lists of cell numbers. The cells of one list must have different
+            symbols, such as the cells of a row of a Sudoku. Web pages check answers with it. Set it only if
+            the kind has no other rules.
         title: Name in headings. If empty, the name with a capital letter.
         plural: Word for several puzzles, such as "mazes".
     """
@@ -237,9 +258,9 @@ class Kind:
     plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns why a dataset with these metadata cannot be of this kind, or None.
+        """Returns why a dataset cannot be of this kind, or None if it can.
 
-        Example: "vocab_size is 7, not 6".
+        Example: "vocab_size is 7, not 6". metadata: Metadata of the dataset.
         """
         if (metadata.symbols is not None) != self.names_symbols:
             number = "no list" if self.names_symbols else "a list"
@@ -270,9 +291,13 @@ def kinds_of(metadata: Metadata) -> list[Kind]:
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
     """Returns the kind of puzzle of a dataset, or None if it cannot be determined.
 
-    The kind of the builder is returned if it fits the metadata. Otherwise, the only kind that fits is
-    returned. If several kinds fit, the only one with the dataset's augmentation is returned. Example: a 4x4
-    Sudoku dataset of the public tools also fits the kind maze, so the result is None.
+    A kind fits a dataset if its `mismatch_of` returns None. Returns the first of these kinds that exists:
+
+    1. The kind with the name of the builder, if it fits.
+    2. The only kind that fits.
+    3. If several kinds fit, the only one of them that has the dataset's augmentation.
+
+    Example: a 4x4 Sudoku dataset of the public tools also fits the kind maze, so the result is None.
 
     builder: Name of the builder of the dataset, or None if it is unknown.
     """

@@ -90,7 +90,10 @@ class ArcPuzzle(Puzzle):
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
-    """Returns the grid in a token array, as colors from 0 to 9: uint8 [rows, columns]."""
+    """Returns the grid in a token array as colors from 0 to 9.
+
+    The result is uint8 [rows, columns]. It is the smallest rectangle that contains all color tokens.
+    """
     field = to_grid(tokens)
     return (crop(field, field >= COLOR_0) - COLOR_0).astype(np.uint8)
 

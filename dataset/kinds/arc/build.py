@@ -223,9 +223,11 @@ def _lay_out_sets(
 ) -> dict[str, PuzzleSet]:
     """Converts tasks and their augmented copies to {"train": puzzles, "test": puzzles}.
 
+    The test pairs of evaluated tasks become test puzzles. All other pairs become training puzzles.
+
     transforms: For each task, the transforms that make its copies, uint8 [copies, 11]. evaluated: Names of
-    the subsets that are evaluated. Their test pairs become the test puzzles. size: Rows and columns of a
-    token array. seed: Seed of the positions of training grids in their token arrays.
+    the subsets that are evaluated. size: Rows and columns of a token array. seed: Seed of the positions of
+    training grids in their token arrays.
     """
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(task_transforms) for task_transforms in transforms])

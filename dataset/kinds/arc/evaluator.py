@@ -42,7 +42,7 @@ class TestInput(NamedTuple):
 
     Attributes:
         set_name: Name of the test set.
-        task: Index of the task.
+        task: Index of the task in the list of test tasks, sorted by name.
         index: Index of the input among the test inputs of the task.
     """
 
@@ -54,10 +54,10 @@ class TestInput(NamedTuple):
 
 
 class Votes:
-    """Counts the votes for answers to test inputs.
+    """Counts the votes for the answers to test inputs of ARC tasks.
 
-    A model answers several variants (rotated, mirrored or recolored) of a test input. Each of these answers
-    is a vote for a grid.
+    A model answers several variants (rotated, mirrored or recolored) of a test input. The transform of the
+    variant is undone in each answer. The resulting grid then gets one vote.
 
     Attributes:
         votes: {test input: {grid as bytes: number of votes}}.
@@ -72,8 +72,8 @@ class Votes:
     def vote(self, test_input: TestInput, grid: bytes, q_halt: float) -> None:
         """Adds one vote for an answer to a test input.
 
-        grid: The answer, as bytes. q_halt: Logit of the predicted probability that the answer is right. NaN
-        counts as probability 0.
+        grid: The answer as bytes (`grid_bytes`), with the transform of its variant undone. q_halt: Logit of
+        the predicted probability that the answer is right. NaN counts as probability 0.
         """
         probability = 0.0 if math.isnan(q_halt) else (1 + math.tanh(q_halt / 2)) / 2  # the sigmoid
         self.votes[test_input][grid] += 1
@@ -85,17 +85,22 @@ class Votes:
             self.halting[test_input].update(other.halting[test_input])
 
     def count(self) -> Counter[str]:
-        """Returns the number of votes in each test set, by the name of the set."""
+        """Returns {name of a test set: number of votes for answers to its test inputs}.
+
+        Each answer of the model to a variant of a test input is one vote.
+        """
         totals: Counter[str] = Counter()
         for test_input, votes in self.votes.items():
             totals[test_input.set_name] += votes.total()
         return totals
 
     def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
-        """Returns the different answers to some test inputs, sorted from best to worst.
+        """Returns the different answers that have votes, as bytes, sorted from best to worst.
 
         Answers with more votes come first. Ties are broken by the larger mean probability, then by the
-        smaller bytes. An answer without a grid is always last.
+        smaller bytes. An answer has no grid if its first token is not a color. This answer is always last.
+
+        test_inputs: Test inputs whose votes are added, such as the same input in several test sets.
         """
         votes, halting = Counter(), Counter()
         for test_input in test_inputs:
@@ -107,15 +112,16 @@ class Votes:
 class ArcEvaluator:
     """Computes the metrics of ARC, such as pass@2.
 
-    A model answers several variants (rotated, mirrored or recolored) of each test input. All of these answers
-    vote, and so do several samples of a puzzle. pass@2 means that one of the two answers with most votes is
-    right.
+    A model answers several variants (rotated, mirrored or recolored) of each test input. Each of these
+    answers is one vote for a grid. If the model answers each variant several times, all of its answers vote.
+    A test input is solved if one of the two grids with the most votes is right. pass@2 is the fraction of
+    solved test inputs of a task, averaged over the tasks.
     """
 
     samples_vote, only_answered = True, False
 
     def __init__(self, folder: Path, metadata: Metadata):
-        """Reads the tasks of a dataset folder.
+        """Reads the test tasks of a dataset folder, and the names of its puzzle identifiers.
 
         Raises ValueError if the name of a test puzzle is missing or belongs to none of these tasks. metadata:
         Content of the folder's dataset.json.
@@ -211,10 +217,11 @@ class ArcEvaluator:
         return {**metrics, **counts, "arc/votes": num_votes}
 
     def write(self, folder: Path) -> None:
-        """Writes submission.json for Kaggle, with the two best grids for each test input.
+        """Writes submission.json for Kaggle, with two grids for each test input.
 
-        The content is {task: [{"attempt_1": grid, "attempt_2": grid} for each test input]}. If there is only
-        one grid, both attempts are this grid. If there is none, both are [[0]].
+        They are the grids with the most votes. The content is {task: [{"attempt_1": grid, "attempt_2": grid}
+        for each test input]}. If there is only one grid, both attempts are this grid. If there is none, both
+        are [[0]].
         """
         submission = {
             task.name: [self._attempts(index, task.index_of[grid]) for grid in task.inputs]
@@ -235,6 +242,7 @@ class EvaluatedTask(NamedTuple):
     """The test pairs of a task. Several pairs may have the same input.
 
     Attributes:
+        name: Id of the task.
         inputs, outputs: Grids of the test pairs, as bytes. An unknown output is a grid without cells
             (`tasks.EMPTY`).
         index_of: {input: index of the first test pair with this input}.
@@ -270,10 +278,10 @@ def _evaluated_task(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -
 
 
 def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[EvaluatedTask]:
-    """Collects the evaluated tasks from the examples of test sets, sorted by name.
+    """Collects the test pairs of tasks from test sets. Returns tasks, sorted by name.
 
-    Needed for datasets without test_puzzles.json, such as those of HRM's tools. names: Name of each puzzle
-    identifier.
+    Reads them from the puzzles that are not augmented. Needed for datasets without test_puzzles.json, such as
+    those of HRM's tools. names: Name of each puzzle identifier.
     """
     tests = {}
     for puzzle_set in sets:
@@ -341,11 +349,13 @@ class Views:
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
-    """Returns the grid in each token array: the largest rectangle of colors at the top left.
+    """Returns the grid at the top left of each token array.
 
-    The results are numpy views of shape [rows, columns]. Of rectangles with equal area, the one with the
-    fewest rows counts. If the first token is not a color, the grid has shape [0, 0]. tokens: [n, seq_len].
-    The arrays must be squares.
+    The grid is the largest rectangle of color tokens that starts there. Of rectangles with equal area, the
+    one with the fewest rows counts. If the first token is not a color, the grid has shape [0, 0]. The results
+    are numpy views of the tokens, [rows, columns].
+
+    tokens: [n, seq_len]. seq_len must be a square number.
     """
     size = math.isqrt(tokens.shape[1])
     grids = tokens.reshape(-1, size, size)

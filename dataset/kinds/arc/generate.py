@@ -33,8 +33,8 @@ class Family(NamedTuple):
     Attributes:
         rules: Parameters of each rule. Example: [("left-right",), ("top-bottom",), ...] for the family
             "mirror".
-        draw_input: Function (random choices, *parameters) -> random input grid, uint8 [rows, columns]. The
-            rule may leave the grid unchanged. Such a grid is not used.
+        draw_input: Function (`_Draw`, *parameters) -> random input grid, uint8 [rows, columns]. It may be a
+            grid that the rule does not change. Such a grid is not used.
         answer: Function (input grid, *parameters) -> output grid. It applies the rule.
     """
 
@@ -69,8 +69,8 @@ class _Draw:
 def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
     """Generates `count` ARC-like tasks. Returns (task, parameters of its rule) for each.
 
-    The families of rules, such as "mirror", take turns. A family repeats a rule only after it has used all
-    its rules. subset: Value of `Task.subset`, such as "evaluation".
+    A family is a number of similar rules, such as "mirror". The families take turns. A family repeats a rule
+    only after it has used all its rules. subset: Value of `Task.subset`, such as "evaluation".
     """
     generated = []
     seen: set[bytes] = set()  # inputs
@@ -192,7 +192,9 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Returns a grid with one cell for each object of a color in the input grid.
+    """Counts the objects of one color and size in a grid.
+
+    Returns a grid with one colored cell for each object.
 
     color: Color of the objects. size: 1 if the objects are single cells, 2 if they are blocks of 2 x 2 cells.
     of_answer: Color of the returned cells. layout: Their arrangement: "row", "column" or "diagonal".

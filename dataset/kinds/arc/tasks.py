@@ -41,8 +41,9 @@ def grid_bytes(grid: np.ndarray) -> bytes:
 def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
     """Converts a grid of colors to a flattened token array, uint8 [size * size].
 
-    The grid is at the top left of the array. End tokens mark its right and lower edge. size: Rows and columns
-    of the array.
+    The grid is at the top left of the array. Colors 0 to 9 become tokens 2 to 11. The row below the grid and
+    the column to its right become end tokens (1), if the array has room for them. All other cells become
+    padding (0). size: Rows and columns of the array.
     """
     return lay_out(grid, num_rows=size, num_columns=size)
 
@@ -123,9 +124,9 @@ def parse_task(
     Raises ValueError if the value is not valid. For a grid of more than 30 rows or columns, this is a
     LargerError.
 
-    content: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows of
-    numbers. task_id, subset, source: Stored in the task. needs_outputs: Whether test pairs must have outputs
-    too.
+    content: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows. A row
+    is a list of colors from 0 to 9. task_id, subset, source: Stored in the task. needs_outputs: Whether test
+    pairs must have outputs too.
     """
     try:
         if not task_id.isprintable() or not task_id or VARIANT_SEPARATOR in task_id or task_id == BLANK:
@@ -193,9 +194,9 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
     """Returns one task for each task id, sorted by subset and id.
 
-    Of several tasks with the same id, a task of an evaluated subset is preferred, so that its test pairs are
-    not trained on. If it has no test outputs, they are taken from another. Raises ValueError if the pairs of
-    tasks with the same id differ.
+    Of several tasks with the same id, a task of an evaluated subset is returned, so that its test pairs are
+    not trained on. If it has no test outputs, the outputs of another task with this id are added. Raises
+    ValueError if the pairs of tasks with the same id differ.
 
     evaluated: Names of the subsets that are evaluated, such as ["evaluation"].
     """
@@ -218,10 +219,10 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def drop_copies(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Removes training tasks that repeat an earlier training task under another id.
+    """Removes training tasks that have the same pairs as an earlier training task.
 
-    Evaluated tasks stay, because a submission needs an answer to each of them. evaluated: Names of the
-    subsets that are evaluated.
+    The order of pairs does not matter. Evaluated tasks stay, because a submission needs an answer to each of
+    them. evaluated: Names of the subsets that are evaluated. All other tasks are training tasks.
     """
     different = {}
     for task in tasks:

@@ -75,9 +75,10 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Returns the transforms that rotate or mirror a task, uint8 [n, 11] with n up to 8.
+    """Returns the transforms that rotate or mirror a task: uint8 [n, 11].
 
-    Each gives a different puzzle. The first one changes nothing.
+    There are up to 8 of them. The first one changes nothing. If several transforms give the same puzzle, only
+    the first of them is returned.
     """
     transforms = (bytes((dihedral_index, *IDENTITY[1:])) for dihedral_index in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
@@ -95,7 +96,7 @@ def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
     """Returns a function that converts a transform of the task (11 bytes) to a key.
 
-    Two transforms have the same key if and only if they make the same puzzle.
+    Two transforms have the same key if and only if they give the same pairs, in any order.
     """
     # Numbers of rows and columns are shifted above the colors, so that bytes.translate changes only colors.
     others = bytes(range(NUM_COLORS, 256))
@@ -153,7 +154,9 @@ def draw_translations(
 
 
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
-    """Converts tasks to a `PuzzleSet`. A task and its augmented copies become one group.
+    """Converts tasks to a `PuzzleSet`. The copies of a task become one group.
+
+    Copy i of a task is made by its transform i. The first transform of a task must change nothing.
 
     tasks: For each task, (pairs, transforms [copies, 11], translations [copies, pairs, 2], puzzle identifiers
     [copies]). size: Rows and columns of a token array.

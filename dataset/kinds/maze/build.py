@@ -102,10 +102,12 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
 
 
 def _read(files: Sequence[Path], *, column_names: str | None) -> list[np.ndarray]:
-    """Reads mazes and answers from CSV files. Returns tokens, uint8 [n, 2, cells], for each file.
+    """Reads mazes and answers from CSV files.
 
-    Warns if an answer is not the shortest path that the public dataset would select
-    (`rules.published_answers`). column_names: Names of both columns, separated by a comma, or None.
+    Returns tokens, uint8 [n, 2, cells], for each file. Axis 1 is (maze, answer). Warns if an answer is not
+    the shortest path that the public dataset would select (`rules.published_answers`).
+
+    column_names: Names of both columns, separated by a comma, or None.
     """
     read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:

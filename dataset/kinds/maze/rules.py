@@ -23,10 +23,11 @@ _BATCH_CELLS, _BATCH_MAZES = 1 << 20, 1 << 11  # at most; other numbers give oth
 
 
 def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns whether each answer is its maze with exactly one path from start to goal: bool [count].
+    """Checks that each answer is its maze with exactly one path: bool [count].
 
-    All marked cells must be on the path. The path may be longer than the shortest, but must not touch itself.
-    Otherwise the order of its cells would be ambiguous.
+    PATH tokens mark the path from start to goal. The answer must not have other PATH tokens. The path may be
+    longer than the shortest path. But it must not touch itself, because the order of its cells would be
+    ambiguous.
 
     mazes, answers: Tokens, uint8 [count, cells].
     """
@@ -37,14 +38,17 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns whether each answer equals its maze, except for path marks on open cells: bool [count]."""
+    """Returns whether each answer is its maze with PATH tokens on open cells: bool [count].
+
+    It may have any number of PATH tokens. They need not form a path.
+    """
     return ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
 
 
 def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
     """Returns the number of cells of a shortest path in each maze: int64 [count].
 
-    It is 0 if there is no path. mazes: Tokens, uint8 [count, cells].
+    Start and goal are counted, too. The number is 0 if there is no path. mazes: Tokens, uint8 [count, cells].
     """
     lengths = np.zeros(len(mazes), np.int64)
     goals = _to_bits((mazes == GOAL).T)[1:-1, 1:-1]
@@ -54,10 +58,10 @@ def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
 
 
 def published_answers(mazes: np.ndarray) -> np.ndarray:
-    """Returns the label that the public dataset has for each maze: uint8 [count, cells].
+    """Returns each maze with the path that the published datasets mark: uint8 [count, cells].
 
-    Of all shortest paths, a breadth-first search from the start selects one. It visits neighbors in the order
-    down, left, right, up. Every maze must have a path.
+    It is the shortest path that a breadth-first search from the start finds, if it visits neighbors in the
+    order down, left, right, up. Every maze must have a path.
     """
     return np.array([_published_answer(maze) for maze in mazes.tolist()], np.uint8)
 
@@ -90,8 +94,11 @@ def _published_answer(maze: list[int]) -> list[int]:
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the cells at distance 0, 1, 2, ... from the starts of many mazes.
 
-    Each item is packed, as in `_to_bits`, without the border. The item after next overwrites it. Ends when no
-    maze has new cells. is_open, is_start: bool [cells, count].
+    Each item is an array of bits, as `_to_bits` returns it, without the border. The array is reused for the
+    item after next. Ends when no maze has new cells.
+
+    is_open, is_start: Whether each cell of each maze is not a wall, and whether it is the start, bool [cells,
+    count].
     """
     front, next_front = _to_bits(is_start), _to_bits(is_start)
     unseen = _to_bits(is_open)[1:-1, 1:-1]
@@ -111,7 +118,8 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 def _to_bits(cells: np.ndarray) -> np.ndarray:
     """Packs mazes, bool [cells, count], so that each byte contains one cell of 8 mazes.
 
-    Returns uint8 [size + 2, size + 2, count / 8, rounded up]. The cells of the added border are 0.
+    A border of one cell is added to each maze. Its bits are 0. Returns uint8 [size + 2, size + 2, ceil(count
+    / 8)].
     """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
@@ -128,11 +136,12 @@ def draw_mazes(
 ) -> np.ndarray:
     """Generates random mazes with a shortest path of at least `min_path_cells` cells.
 
-    Returns tokens, uint8 [n, size * size]. The number n of mazes varies and may be 0.
+    Returns tokens, uint8 [n, size * size]. The number n of mazes varies and may be 0. The cells of a path
+    include start and goal.
 
     seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`. is_perfect: If
-    True, every maze has exactly one path between any two cells. If False, each cell is a wall with a
-    probability from 0.3 to 0.5, which is random for each maze.
+    True, every maze has exactly one path between any two open cells. If False, each cell is a wall with a
+    probability p. p is random for each maze, from 0.3 to 0.5.
     """
     num_cells = size * size
     count = max(min(_BATCH_CELLS // num_cells, _BATCH_MAZES) // 8 * 8, 8)
@@ -180,10 +189,11 @@ def draw_mazes(
 def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
     """Makes mazes without loops by depth-first search. Returns their open cells, bool [cells, count].
 
-    The search starts at the highest cell. It continues at the highest neighbor that touches no other open
-    cell. If there is none, it goes back.
+    The first open cell of a maze is the cell with the largest height. The search then repeatedly opens a
+    neighbor of the current cell that touches no other open cell. Of several such neighbors, it opens the one
+    with the largest height. If there is none, it goes back.
 
-    heights: Random height of each cell, uint16 [cells, count].
+    heights: Random number of each cell that determines the order, uint16 [cells, count].
     """
     size, count = math.isqrt(len(heights)), heights.shape[1]
     times = np.zeros((size + 2, size + 2, count), np.int32)  # when each cell was dug; 0: a wall

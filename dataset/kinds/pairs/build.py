@@ -125,7 +125,8 @@ def write_pairs(
     """Writes a dataset of pairs (input grid, output grid), with training and test split.
 
     pairs: All pairs of both splits. options: Parsed command line. builder: Name of the builder, such as
-    "pairs". instead: {option: value}. The dataset records these values instead of the passed ones.
+    "pairs". instead: {option: value}. These values are recorded in manifest.json in place of the passed ones.
+    Example: hashes of the source files in place of their paths.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -187,10 +188,11 @@ def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
 def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str, list[Pair]]:
     """Divides pairs into {"train": pairs, "test": pairs}.
 
-    If the pairs have no split, random inputs of each task are held out for testing. Raises ValueError if a
-    split would be empty, or if `fraction` is given although the pairs have a split.
+    If the pairs have no split, random inputs of each task are selected, and all pairs with these inputs
+    become test pairs. Raises ValueError if a split would be empty, or if `fraction` is given although the
+    pairs have a split.
 
-    fraction: Fraction of each task's inputs to hold out. If None, 0.1.
+    fraction: Fraction of each task's inputs to select. If None, 0.1.
     """
     if any(pair.split for pair in pairs):
         if fraction is not None:

@@ -52,7 +52,9 @@ _MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a pa
 
 
 class Pair(NamedTuple):
-    """An input grid and its output grid. A grid is a tuple of rows of symbols.
+    """An input grid and its output grid.
+
+    A grid is a tuple of rows. A row is a tuple of symbols, which are texts.
 
     Attributes:
         task: Name of the task, or "".
@@ -70,7 +72,7 @@ class Pair(NamedTuple):
 def choose_files(names: Sequence[str]) -> list[str]:
     """Selects the files of a dataset of pairs by their names, training files first.
 
-    These are one training file and one test file, or one file with all pairs. Each may be divided into
+    A dataset has one training file and one test file, or one file with all pairs. Each may be divided into
     shards, such as train-00000-of-00002.parquet. Raises ValueError for any other combination.
 
     names: Names of all files in a folder.
@@ -244,7 +246,7 @@ def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
     another notation, such as "[1 2]".
 
     field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table. If
-    False, the text of a JSON list also raises ValueError.
+    False, the text of a JSON list also raises ValueError, because other files can contain the list itself.
     """
     if not isinstance(value, str):
         return value

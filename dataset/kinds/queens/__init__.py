@@ -46,10 +46,7 @@ def all_solutions(size: int) -> np.ndarray:
 
 
 def all_inputs(size: int) -> np.ndarray:
-    """Returns all boards with 1 to 3 queens that have a solution: tokens, uint8 [n, cells].
-
-    Each board occurs once. The published 8x8 boards are of the same form.
-    """
+    """Returns all boards with 1 to 3 queens that can be completed: uint8 [n, cells]."""
     solutions = all_solutions(size)
     cells = (solutions == QUEEN).nonzero()[1].reshape(-1, size)
     parts = []

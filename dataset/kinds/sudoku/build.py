@@ -169,10 +169,12 @@ def _draw(
 
 
 def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
-    """Adds random clues to the inputs of training examples. Returns the new inputs, uint8 [n, cells].
+    """Adds random clues to the inputs of training examples.
 
-    train: Examples (input, label), uint8 [n, 2, cells]. clues: Minimum and maximum of the number of clues
-    after this. An input with more clues is not changed.
+    Returns the new inputs, uint8 [n, cells].
+
+    train: Examples (input, label), uint8 [n, 2, cells]. clues: Minimum and maximum number of clues of a new
+    input. An input that has more clues is not changed.
     """
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
@@ -187,10 +189,11 @@ def _draw_transforms(
 ) -> np.ndarray:
     """Samples transforms that make augmented copies of each puzzle: uint8 [num_groups, 1 + num_aug, bytes].
 
-    The first transform of each puzzle changes nothing.
+    The first transform of each puzzle changes nothing. Raises ValueError if all copies together have too many
+    examples.
 
-    num_groups: Number of puzzles. num_examples: Examples of each puzzle. Raises ValueError if there are too
-    many examples in total.
+    num_groups: Number of puzzles. num_aug: Number of copies of each puzzle. num_examples: Number of examples
+    of each puzzle.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
     width, first = symmetries.bits_per_symmetry(box), symmetries.no_symmetry(box)
@@ -246,10 +249,10 @@ def _tables(
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads a CSV file or a list of Sudokus. Yields (line numbers, {column: texts}) in chunks.
 
-    Without answers in the file, there is no column "answer".
+    If the file contains no answers, there is no column "answer".
 
     names: Columns to read, ["question", "answer"] and maybe "rating". num_cells: Number of cells of a Sudoku.
-    column_names: Value of --columns.
+    column_names: Value of the option --columns, or None.
     """
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)

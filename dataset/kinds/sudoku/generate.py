@@ -71,10 +71,11 @@ def make_harder(
 ) -> list[int] | None:
     """Exchanges random clues of a Sudoku until the solver needs at least `least` guesses.
 
-    Returns the digits of the new puzzle, or None if the search gives up. The puzzle still has one solution.
+    Returns the digits of the new puzzle, or None if the search gives up. The puzzle still has exactly one
+    solution, the given one.
 
-    question: Digits of the puzzle, 0 for an empty cell. grid: Digits of its solution. bits: Source of random
-    numbers.
+    question: Digits of the puzzle, 0 for an empty cell. grid: Digits of its solution. box: (rows, columns) of
+    a box. bits: Source of random numbers.
     """
 
     def draw(cells: list[int]) -> int:
@@ -122,9 +123,11 @@ def with_more_clues(
 ) -> list[int] | None:
     """Adds random clues to a Sudoku. Returns the digits of the new puzzle.
 
+    Returns None if the puzzle has more clues than the largest number in `clues`.
+
     question: Digits of the puzzle, 0 for an empty cell. grid: Digits of its solution. clues: Allowed numbers
-    of clues. A random one is used, but none below the present number. If the puzzle already has more than all
-    of them, returns None. bits: Random integers, uint64 [1 + cells].
+    of clues, such as range(32, 41). One of those that are not smaller than the present number is selected at
+    random. bits: Random integers, uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [count for count in clues if count >= num_clues]

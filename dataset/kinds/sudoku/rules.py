@@ -86,20 +86,24 @@ def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int
 
 
 class _Boards(NamedTuple):
-    """Constants of the solver for one size of box.
+    """Constants of the solver for one size of box, for n x n grids.
 
     A board is an integer with one bit for each digit in each cell. Bit `digit * num_cells + cell`, with
-    digits from 0, is set if the cell may hold the digit.
+    digits from 0, is set if the cell may hold the digit. A unit is a row, a column or a box.
 
     Attributes:
-        every_digit: Board with cell 0 of every digit. Its product with a set of cells is a board with these
-            cells for every digit.
-        units: (firsts, offsets, spread) of the rows, of the columns and of the boxes. `firsts` is a board
-            with the first cell of each unit. `offsets` are the distances of all cells of a unit from its
-            first cell. A product with `spread` turns first cells into units.
-        after_clue: For each bit, a mask that removes its digit from the other cells of its row, column and
-            box.
-        only_digit: For each bit, a mask that removes the other digits from its cell.
+        num_digits: n.
+        num_cells: n * n.
+        every_digit: Board with cell 0 of every digit. If bit c of an integer is set for each cell c of a set,
+            its product with `every_digit` is the board with these cells for every digit.
+        units: [(firsts, offsets, spread) of the rows, of the columns, of the boxes]. `firsts` is the board
+            with the first cell of each unit, for every digit. `offsets` are the numbers of the cells of a
+            unit, minus the number of its first cell. If a board contains only some bits of `firsts`, its
+            product with `spread` is the board with all cells of these units, for the same digits.
+        after_clue: One mask for each bit. `board & after_clue[bit]` removes the digit of the bit from the
+            other cells of its row, column and box.
+        only_digit: One mask for each bit. `board & only_digit[bit]` removes all other digits from the cell of
+            the bit.
     """
 
     num_digits: int
@@ -170,10 +174,10 @@ def search_boards(
     """Yields all solutions of a Sudoku, given and returned as boards (integers, see `_Boards`).
 
     Args:
-        board: Digits that each cell may hold.
+        board: Board with the digits that each cell may hold.
         box: (rows, columns) of a box.
-        digit_orders: Order in which the solver guesses the digits of each cell. If None, it guesses in a
-            fixed order, and may also guess the cell of a digit.
+        digit_orders: For each cell, the digits from 0 in the order in which the solver guesses them. If None,
+            it guesses in a fixed order, and may also guess the cell of a digit.
         unplaced: Cells to solve, as an integer with one bit for each cell. Other cells have one digit, which
             is already removed from their row, column and box. If None, all cells.
         guesses: Iterator that gives one item for each allowed guess. Without an item, TooHardError is raised.

@@ -10,7 +10,8 @@ from dataset.randomness import random_orders
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
     """Samples transforms that exchange rows, columns and digits of a Sudoku and keep it valid.
 
-    Returns uint8 [count, 1 + 3 n], for n digits. `dataset.augmentations.sudoku_parts` describes these bytes.
+    If boxes are squares, a transform may also transpose the grid. Returns uint8 [count, 1 + 3 n], for n
+    digits. `dataset.augmentations.sudoku_parts` describes these bytes.
 
     bits: Random integers, uint64 [count, bits_per_symmetry(box)]. box: (rows, columns) of a box.
     """
@@ -40,11 +41,14 @@ def bits_per_symmetry(box: Box) -> int:
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Samples orders of the rows of a Sudoku that keep the rows of each box together.
+    """Samples orders of the rows of a Sudoku that keep each band together.
 
-    The result is int64 [count, rows]. It can also be used for columns. blocks: Random integers for the order
-    of the boxes, [count, boxes]. in_blocks: Random integers for the order within each box, [count, boxes,
-    rows of a box].
+    A band is a row of boxes. Example: for 3x3 boxes, rows 0 to 2 are a band. Returns int64 [count, rows].
+    Entry i of an order is the number of the row that moves to row i. The function also samples orders of
+    columns, with stacks (columns of boxes) in place of bands.
+
+    blocks: Random integers for the order of the bands, uint64 [count, bands]. in_blocks: Random integers for
+    the order of the rows within each band, uint64 [count, bands, rows of a band].
     """
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)

@@ -30,7 +30,8 @@ class GridText:
 
     Attributes:
         line: Number of its first line, from 1.
-        cells: Cells row by row, as characters of `SYMBOLS`, or "." for an empty cell.
+        cells: One character for each cell, row by row. The digits are 1 to 9, then A to P. An empty cell is
+            ".".
         answer: The solution in the same form. None if the text does not contain it.
     """
 
@@ -94,11 +95,11 @@ def read_grids(text: str) -> list[GridText]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields (line number, line) for the lines of a text that contain cells of a puzzle.
+    """Yields (line number, line) for the lines that contain cells of a puzzle.
 
-    Comments after "#" and titles such as "Grid 01" are left out. Lines after a heading other than [Puzzle]
-    are left out. But the lines after [State] are yielded last if they have no empty cell. They contain the
-    solution.
+    Leaves out comments after "#" and titles such as "Grid 01". A line such as [Puzzle] is a heading. Of the
+    lines after headings, only those after [Puzzle] and [State] are yielded. The lines after [State] contain
+    the solution. They are yielded last, and only if they have no empty cell.
     """
     section, state = "puzzle", []
     for line_number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
@@ -116,8 +117,9 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _split_cells(text: str) -> Sequence[str]:
     """Splits a text into the texts of its cells.
 
-    Examples: "1 16 . 3" gives four cells, and so does "1.3.". The text is only split at spaces, tabs,
-    semicolons or commas if this gives as many cells as a row or a grid has.
+    Examples: "1.3." gives the cells 1 . 3 . and "1 16 . 3" gives the cells 1 G . 3. The text is only split at
+    spaces, tabs, semicolons or commas if this gives as many cells as a row or a grid has. Otherwise each
+    character is a cell, and separators are removed.
     """
     text = re.sub(r"[]|[]", " ", text)
     separator = next((character for character in "\t;," if character in text), None)
@@ -171,7 +173,13 @@ def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
 def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
     """Joins rows of cells to Sudoku grids. Returns (line number, cells) of each grid.
 
-    Rows that already are grids are returned unchanged. Rows of different lengths are joined to one grid.
+    1. If all rows have n cells, and their number is a multiple of n, every n rows become a grid.
+    2. If each row has as many cells as a grid, the rows are returned unchanged.
+    3. In any other case, all rows become one grid.
+
+    Rows of 16 cells may be rows of a 16x16 grid or 4x4 grids. If they have no digit above 4, they are 16x16
+    only if there are 16 of them.
+
     rows: (line number, cells) of each row.
     """
     lengths = {len(cells) for _, cells in rows}
