@@ -124,10 +124,15 @@ def _dihedral_cells(size: int) -> np.ndarray:
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
     """Splits the bytes of Sudoku transforms into their four parts, as numpy views.
 
-    The parts are: whether the grid is transposed (0 or 1), [count, 1]. The order of its rows, from 0, [count,
-    n]. The order of its columns, [count, n]. The new digit of each digit from 1 to n, [count, n].
+    A transform permutes the rows and columns of an n x n Sudoku, then may transpose it, and exchanges digits.
+    The parts are:
 
-    transforms: Transforms of n x n Sudokus, uint8 [count, 1 + 3 n].
+    - whether the grid is transposed, 0 or 1 [count, 1]
+    - the original row (from 0) at each row of the permuted grid, [count, n]
+    - the original column (from 0) at each column of the permuted grid, [count, n]
+    - the new digit of each digit from 1 to n, [count, n]
+
+    transforms: uint8 [count, 1 + 3 n].
     """
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
@@ -251,10 +256,11 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 
 
 def find_augmentation(name: str | None) -> Augmentation | None:
-    """Returns the augmentation with this name, such as "sudoku".
+    """Returns the family of transforms with this name, such as "sudoku".
 
-    Returns None if it does not exist. If there is a kind of puzzle with this name in dataset/kinds, imports
-    it first, because it may add the augmentation.
+    Returns None if it does not exist, or if `name` is None. A kind of puzzle in dataset/kinds may add a
+    family under its own name. If `name` is not a known family, but such a kind exists, the kind is imported
+    first.
     """
     if name is not None and name not in AUGMENTATIONS and name in _names_of_kinds():
         importlib.import_module(f"dataset.kinds.{name}")

@@ -95,9 +95,10 @@ class Identities:
     def match(self, data: "Identities") -> Match | None:
         """Finds the puzzle embeddings of a model that belong to the puzzles of a dataset.
 
-        `self` describes the model, and `data` describes the dataset. Puzzles are matched by name. If the
-        model or the dataset has several folders, the names of the folders must match, too. Returns None if
-        puzzle identifiers of the model or of the dataset have no names.
+        `self` describes the training data of the model, and `data` describes the dataset. Puzzles are matched
+        by name. If one of them has several folders, the name of a puzzle includes the name of its folder, as
+        in "arc/0a938d79". Returns None if some puzzle identifiers of the training data or of the dataset have
+        no names.
         """
         with_folders = len(self.folders) > 1 or len(data.folders) > 1
         known, data_keys = (identities.keys(with_folders=with_folders) for identities in (self, data))

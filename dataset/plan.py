@@ -217,8 +217,9 @@ class TrainPlan:
         Args:
             sets: {name: training set}.
             stages: Stages of the training. The last is the main stage.
-            parts: If given, divides the main stage into parts. Each is a tuple of its fraction of the
-                training steps, and a `Stage` with its number of cycles.
+            parts: If given, divides the main stage into parts with other numbers of cycles (calls of the
+                model's blocks). Each is a tuple of its fraction of the main stage's training steps, and a
+                `Stage` with its `cycles`. The rest of the steps has the cycles of the main stage.
             held_out: {name of a set: bool [num_groups]}. True for groups that are not trained on. A group is
                 a puzzle with its augmented copies.
             train_steps: Number of training steps of the main stage. If given, `epochs` and `eval_interval` of
@@ -300,7 +301,7 @@ class TrainPlan:
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        """Yields the batches of the training steps `first_step` + 1 to `total_steps`, for all ranks."""
+        """Yields the global batch of each training step from `first_step` + 1 to `total_steps`."""
         remaining = self.total_steps - first_step
         for plans, iteration, steps_of_sets in self._iterations:
             for plan, steps in zip(plans, steps_of_sets, strict=True):
