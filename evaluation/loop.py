@@ -27,12 +27,12 @@ _NOTHING, _STEP, _BATCH = 0, 1, 2
 class Race:
     """Finds, for puzzles that a model solves several times, the run that halts first.
 
-    The runs of a puzzle ("samples") differ in their random numbers. A sample that can no longer be the first
-    can be stopped. Of two samples that halt after the same number of steps, the one with the lower index is
-    first.
+    A run halts if the model wants to make no more calls. The runs of a puzzle ("samples") differ in their
+    random numbers. A sample that can no longer be the first can be stopped. If two samples halt after the
+    same number of calls, the one with the lower index is first.
 
-    samples: Numbers of samples to compare, ascending. Example: With (1, 4), sample 0 runs to its end, and
-    samples 0 to 3 are compared with each other.
+    samples: Numbers of samples to compare, ascending. Example: With (1, 4), the first sample is compared with
+    no other, so it runs to its end. Then samples 0 to 3 are compared with each other.
     """
 
     def __init__(self, samples: Sequence[int]):

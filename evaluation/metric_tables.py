@@ -224,7 +224,7 @@ def written_value(metric: str, value: float) -> str:
     """Formats the value of a metric for people.
 
     Accuracies have three decimals ("0.913"). Other whole numbers have none ("1,000"). Metrics that end in
-    "steps" have two decimals, and all others have four digits.
+    "steps" have two decimals. All others have four significant digits.
     """
     if is_share(metric):
         return f"{value:.3f}"
