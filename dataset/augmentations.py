@@ -32,19 +32,21 @@ PAD, END, FIRST_SYMBOL = 0, 1, 2  # tokens of fields, see "fields" below
 class Augmentation(NamedTuple):
     """A family of transforms that turn a puzzle and its answer into another valid puzzle.
 
-    A transform is a row of bytes. For example, a Sudoku's transform says how rows, columns and digits are
-    exchanged.
+    A transform is a row of bytes. For example, the bytes of a Sudoku's transform contain the new order of its
+    rows and columns, and the new digits.
 
     Attributes:
-        num_bytes: (seq_len, vocab_size) -> number of bytes of a transform.
-        is_valid: (transforms [n, num_bytes], seq_len) -> bool [n].
-        apply: (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None)
-            -> tokens uint8 [n, seq_len].
-        has_translations: Whether each example also has a translation: how far down and right its grid moves.
+        num_bytes: Function (seq_len, vocab_size) -> number of bytes of a transform.
+        is_valid: Function (transforms [n, num_bytes], seq_len) -> whether each row of bytes is a transform of
+            the family, bool [n].
+        apply: Function (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2]
+            or None) -> transformed tokens, uint8 [n, seq_len].
+        has_translations: Whether each example also has a translation: the numbers of rows down and of columns
+            right by which its grid moves.
         may_turn: Whether every rotated or mirrored puzzle is valid, too. The model LDT then rotates and
             mirrors puzzles at random.
         may_permute: Whether a puzzle stays valid under every permutation of its symbols. The model LDT then
-            permutes them at random.
+            permutes the symbols at random.
     """
 
     num_bytes: Callable[[int, int], int]

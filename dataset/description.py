@@ -127,7 +127,10 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Like `read_names`, but raises ValueError unless there is one name for each identifier.
+    """Returns the names of the puzzles of a dataset folder, by puzzle identifier.
+
+    A puzzle identifier is the number of a puzzle embedding. Raises ValueError if the file identifiers.json
+    does not contain exactly one name for each identifier.
 
     metadata: Metadata of the dataset in `folder`.
     """
@@ -196,8 +199,12 @@ class Vocabulary:
     def parse(self, text: str) -> list[list[str]]:
         """Converts a text to a grid, a list of rows of symbols.
 
-        Each line of the text is a row. Raises ValueError for an unknown symbol, rows of unequal length, or a
-        grid that is larger than the dataset allows.
+        Each line of the text is a row. If a symbol of the dataset has several characters, spaces separate the
+        symbols of a row. If no symbol has several characters and none is a space, spaces separate rows, as
+        line breaks do.
+
+        Raises ValueError for an unknown symbol, rows of unequal length, or a grid that is larger than the
+        token arrays of the dataset.
         """
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:

@@ -43,26 +43,27 @@ def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = Non
 
 
 def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
-    """Returns the text of each token, as an array in the shape of `tokens`."""
+    """Returns the text that is drawn for each token, in the shape of `tokens`."""
     texts = [style.symbol(token) for token in tokens.ravel().tolist()]
     return np.array(texts, np.str_).reshape(tokens.shape)
 
 
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
-    """Returns the number of each cell's region, row by row.
+    """Returns the number of the region that each cell belongs to, row by row.
 
-    Example of a region: a box of a Sudoku. Returns None if grids of `num_cells` cells have no regions.
+    Cells with equal numbers form a region, such as a box of a Sudoku. Returns None if grids of `num_cells`
+    cells have no regions.
     """
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)
 
 
 def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.ndarray | None:
-    """Returns the number of the region of each drawn cell: int64 [rows, columns].
+    """Returns the number of the region that each drawn cell belongs to: int64 [rows, columns].
 
     Returns None if the grid has no regions, or if all regions are rectangles, such as the boxes of a Sudoku.
 
-    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of all cells.
+    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of all cells of the grid.
     """
     numbers = np.array(regions_of(style, num_cells) or [0] * num_cells)
     grid = to_grid(numbers, num_columns=style.num_columns)

@@ -71,7 +71,8 @@ class Compared(NamedTuple):
 
         If the answer of an example is not known, its hash is 0.
 
-        hash_tokens: Function that hashes each row of `tokens`. If None, `hash_rows` is used.
+        hash_tokens: Function (tokens [n, length]) -> hash of each row, uint64 [n]. If None, `hash_rows` is
+        used.
         """
         hashes = (hash_tokens or hash_rows)(self.tokens)
         hashes = hashes if self.names is None else mix(hashes ^ self.names)

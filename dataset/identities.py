@@ -32,8 +32,8 @@ class Match(NamedTuple):
     Attributes:
         rows: Row of the table for each puzzle identifier, int64 [identifiers]. -1 if the table has no row for
             its puzzle.
-        is_other: bool [identifiers]. True if the table has a row with the name of the puzzle, but for another
-            task. `rows` is -1 then.
+        is_other: bool [identifiers]. True if the model was trained on a puzzle with the same name, but this
+            puzzle was an ARC task with other grids. `rows` is then -1.
         num_rows: Number of rows of the table.
         num_additional: Number of puzzle names of the model that the dataset does not have. The name "<blank>"
             does not count.

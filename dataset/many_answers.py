@@ -215,13 +215,13 @@ def _expected_number(num_right: int, num_samples: int) -> float:
 
 
 def _coverages(rows: Sequence[tuple[int, int, float]]) -> dict[str, float]:
-    """Computes the mean fraction of right answers that were found, with three different weights.
+    """Computes three averages of the fraction of right answers that were found.
 
     An input has m right answers, and f of them were found. coverage_mean is the mean of f / m.
     coverage_inputs is sum f / sum m. coverage_pairs is sum m f / sum m^2. coverage_pairs equals
     coverage_inputs for a test set that repeats each input m times.
 
-    rows: (m, number of such inputs, f). If empty, returns {}.
+    rows: [(m, number of inputs with this m and this f, f), ...]. If empty, returns {}.
     """
     if not rows:
         return {}

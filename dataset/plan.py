@@ -123,9 +123,10 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Samples one puzzle of each group for an epoch, in random order.
+        """Samples one puzzle of each group for an epoch.
 
-        Returns the indices of the puzzles, int64 [num_groups]. A group is a puzzle with its augmented copies.
+        Returns the indices of the puzzles, int64 [num_groups]. The groups are in random order. A group is a
+        puzzle with its augmented copies.
         """
         self.stream.seek(epoch)
         groups = random_orders(self.stream.read(self.num_groups))
@@ -315,8 +316,8 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
     """Selects the groups of a training set that are used for validation: bool [num_groups].
 
     A group is a puzzle with all its augmented copies. In each dataset folder, the fraction `fraction` of the
-    groups is selected, rounded down. The selection depends only on the seed and on the number of groups in
-    each folder. A larger fraction selects the same groups and others.
+    groups is selected, rounded down. The selection depends only on the seed, the fraction and the number of
+    groups in each folder. A larger fraction selects the same groups and more.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):

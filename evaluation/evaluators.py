@@ -152,8 +152,8 @@ class Evaluators:
     def write(self, folder: Path) -> None:
         """Writes the files of the evaluators into a folder, such as the ARC submission.
 
-        Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, each of them
-        gets a subfolder with its name.
+        Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, the files of
+        each dataset folder are in a subfolder with its name.
         """
         for data_folder, evaluators in self._of_folder.items():
             for evaluator in evaluators:

@@ -102,12 +102,15 @@ def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
 
 
 class Known(NamedTuple):
-    """The test puzzles that a model has puzzle embeddings for.
+    """The test puzzles that a model has puzzle embeddings for ("known" puzzles).
 
-    data      the dataset. Test sets without any such puzzle are removed
-    puzzles   {test set: indices of these puzzles, int64 [n], ascending}. None: all puzzles
-    metrics   {test set: {metric: number}}: how many identifiers have an embedding ("identifiers_common"), how
-              many have none ("identifiers_missing"), ...
+    Attributes:
+        data: The dataset, without the test sets that contain no known puzzle.
+        puzzles: {test set: indices of the known puzzles, int64 [n], ascending}. If None, all puzzles are
+            known.
+        metrics: {test set: {metric: number}}. Examples of metrics: "identifiers_common" is the number of
+            puzzle identifiers that have an embedding, "identifiers_missing" the number of those that have
+            none.
     """
 
     data: Dataset

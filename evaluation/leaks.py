@@ -38,10 +38,10 @@ class Leak:
     Attributes:
         rows: Indices of the leaked examples in the test set, int64 [n], ascending. They include the augmented
             variants of a leaked puzzle. Empty if `rate` is between 0 and 1.
-        rate: Fraction of the training examples that were compared with the test set. Below 1, it is a random
-            sample. 0 means that an unknown part was compared.
+        rate: Fraction of the training examples that were compared with the test set. If it is between 0 and
+            1, the compared examples are a random sample. If it is 0, the fraction is unknown.
         num_distinct: Number of different puzzles in the test set.
-        share: Estimated fraction of leaked test examples, and the ends (low, high) of its 95 % interval. None
+        share: (estimated fraction of leaked test examples, low end of its 95 % interval, high end). None
             unless `rate` is between 0 and 1.
     """
 

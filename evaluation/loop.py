@@ -42,8 +42,10 @@ class Race:
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
         """Stores which samples want to halt after a thinking step (one call of the model).
 
+        A sample is one of several runs of a puzzle.
+
         carry: State of the batch after the step. `carry.data.rows`, int64 [batch], contains puzzle index *
-        `samples[-1]` + sample index.
+        (largest number of samples of a puzzle) + sample index.
         wants_to_halt: Whether the model wants to halt, bool [batch].
         """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
@@ -56,7 +58,9 @@ class Race:
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
         """Returns which samples can no longer be the first to halt: bool [n].
 
-        attempts: Puzzle index * `samples[-1]` + sample index, int [n].
+        A sample is one of several runs of a puzzle.
+
+        attempts: Puzzle index * (largest number of samples of a puzzle) + sample index, int [n].
         steps: Number of model calls that each sample has made, int [n].
         """
         lost = []

@@ -151,14 +151,14 @@ class Scores:
     not count.
 
     settings: Numbers of steps and samples to evaluate, and the rules that select a sample, such as "vote".
-    rules: Function that checks answers by the rules of the puzzle, or None.
+    rules: Function (inputs, answers) -> whether each answer obeys the rules of the puzzle, or None.
     is_search: Whether the model is a search model (LDT).
 
     Attributes:
-        sums: {(steps, samples, selection rule, figure): sum over puzzles}. Figures are "exact" (the answer
-            equals the label), "valid" (it obeys the rules, counted only with `rules`), "calls" (number of
-            model calls), and "undecided" (no answer, only of a search model). With the selection rule "any",
-            a puzzle counts if any of its samples is right.
+        sums: {(number of steps, number of samples, selection rule, figure): sum over puzzles}. Figures are
+            "exact" (the answer equals the label), "valid" (the answer obeys the rules, counted only with
+            `rules`), "calls" (number of model calls), and "undecided" (no answer, only of a search model).
+            With the selection rule "any", a puzzle counts if any of its samples is right.
     """
 
     def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):

@@ -106,7 +106,8 @@ def build_draw(
 
     num_samples: Number of runs of each puzzle. `carry.data.rows` must contain puzzle index * num_samples +
     number of the run, from 0.
-    first_sample: Number that is added to the number of the run.
+    first_sample: Number that is added to the number of the run. If puzzles run again, they so get other
+    random numbers.
     """
 
     def draw(carry: Carry) -> SlotRng | None:
