@@ -32,19 +32,21 @@ PAD, END, FIRST_SYMBOL = 0, 1, 2  # tokens of fields, see "fields" below
 class Augmentation(NamedTuple):
     """A family of transforms that turn a puzzle and its answer into another valid puzzle.
 
-    A transform is a row of bytes. For example, a Sudoku's transform says how rows, columns and digits are
-    exchanged.
+    A transform is a row of bytes. For example, the bytes of a Sudoku's transform contain the new order of its
+    rows and columns, and the new digits.
 
     Attributes:
-        num_bytes: (seq_len, vocab_size) -> number of bytes of a transform.
-        is_valid: (transforms [n, num_bytes], seq_len) -> bool [n].
-        apply: (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None)
-            -> tokens uint8 [n, seq_len].
-        has_translations: Whether each example also has a translation: how far down and right its grid moves.
+        num_bytes: Function (seq_len, vocab_size) -> number of bytes of a transform.
+        is_valid: Function (transforms [n, num_bytes], seq_len) -> whether each row of bytes is a transform of
+            the family, bool [n].
+        apply: Function (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2]
+            or None) -> transformed tokens, uint8 [n, seq_len].
+        has_translations: Whether each example also has a translation: the numbers of rows down and of columns
+            right by which its grid moves.
         may_turn: Whether every rotated or mirrored puzzle is valid, too. The model LDT then rotates and
             mirrors puzzles at random.
         may_permute: Whether a puzzle stays valid under every permutation of its symbols. The model LDT then
-            permutes them at random.
+            permutes the symbols at random.
     """
 
     num_bytes: Callable[[int, int], int]
@@ -124,10 +126,15 @@ def _dihedral_cells(size: int) -> np.ndarray:
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
     """Splits the bytes of Sudoku transforms into their four parts, as numpy views.
 
-    The parts are: whether the grid is transposed (0 or 1), [count, 1]. The order of its rows, from 0, [count,
-    n]. The order of its columns, [count, n]. The new digit of each digit from 1 to n, [count, n].
+    A transform permutes the rows and columns of an n x n Sudoku, then may transpose it, and exchanges digits.
+    The parts are:
 
-    transforms: Transforms of n x n Sudokus, uint8 [count, 1 + 3 n].
+    - whether the grid is transposed, 0 or 1 [count, 1]
+    - the original row (from 0) at each row of the permuted grid, [count, n]
+    - the original column (from 0) at each column of the permuted grid, [count, n]
+    - the new digit of each digit from 1 to n, [count, n]
+
+    transforms: uint8 [count, 1 + 3 n].
     """
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
@@ -251,10 +258,11 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 
 
 def find_augmentation(name: str | None) -> Augmentation | None:
-    """Returns the augmentation with this name, such as "sudoku".
+    """Returns the family of transforms with this name, such as "sudoku".
 
-    Returns None if it does not exist. If there is a kind of puzzle with this name in dataset/kinds, imports
-    it first, because it may add the augmentation.
+    Returns None if it does not exist, or if `name` is None. A kind of puzzle in dataset/kinds may add a
+    family under its own name. If `name` is not a known family, but such a kind exists, the kind is imported
+    first.
     """
     if name is not None and name not in AUGMENTATIONS and name in _names_of_kinds():
         importlib.import_module(f"dataset.kinds.{name}")

@@ -31,8 +31,8 @@ class DatasetInfo:
 
     Attributes:
         metadata: Properties of the dataset, such as its vocabulary size.
-        builder: Name of the builder of the dataset, such as "sudoku". None if it is unknown, or if datasets
-            of different builders are mixed.
+        builder: Name of the command of `python -m dataset.build` that created the dataset, such as "sudoku".
+            None if it is unknown, or if the dataset mixes folders from different commands.
     """
 
     metadata: Metadata
@@ -74,8 +74,8 @@ class DatasetInfo:
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
     """Returns the description of a dataset that consists of one or more folders.
 
-    The name of the builder is read from each folder. If the folders have different builders, the name is
-    None.
+    Each folder names the command of `python -m dataset.build` that created it, such as "sudoku". If all names
+    are equal, the description contains this name as `builder`. Otherwise, `builder` is None.
 
     metadata: Properties of the whole dataset, such as its vocabulary size.
     """
@@ -86,10 +86,13 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
 def with_candidates(data: Dataset) -> Dataset:
     """Returns a copy of a dataset with more metadata of its training split.
 
-    The model LDT needs them. Reads all training puzzles, without augmented copies. Sets three fields of the
-    metadata. `candidates` contains input * vocab_size + label for each pair (input token, label) that occurs
-    in a scored cell. `may_turn` is True if every rotated or mirrored puzzle is valid. `may_permute` is True
-    if a puzzle stays valid under every permutation of its symbols.
+    The model LDT needs them. Reads all training puzzles, without augmented copies. These fields of the
+    metadata are set:
+
+    - `candidates`: input * vocab_size + label for each pair (input token, label) that occurs in a scored
+      cell, ascending
+    - `may_turn`: whether every rotated or mirrored puzzle is valid
+    - `may_permute`: whether a puzzle stays valid under every permutation of its symbols
     """
     metadata, found = data.metadata, set()
     for puzzle_set in data.splits["train"].sets.values():
@@ -124,7 +127,10 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Like `read_names`, but raises ValueError unless there is one name for each identifier.
+    """Returns the names of the puzzles of a dataset folder, by puzzle identifier.
+
+    A puzzle identifier is the number of a puzzle embedding. Raises ValueError if the file identifiers.json
+    does not contain exactly one name for each identifier.
 
     metadata: Metadata of the dataset in `folder`.
     """
@@ -193,8 +199,12 @@ class Vocabulary:
     def parse(self, text: str) -> list[list[str]]:
         """Converts a text to a grid, a list of rows of symbols.
 
-        Each line of the text is a row. Raises ValueError for an unknown symbol, rows of unequal length, or a
-        grid that is larger than the dataset allows.
+        Each line of the text is a row. If a symbol of the dataset has several characters, spaces separate the
+        symbols of a row. If no symbol has several characters and none is a space, spaces separate rows, as
+        line breaks do.
+
+        Raises ValueError for an unknown symbol, rows of unequal length, or a grid that is larger than the
+        token arrays of the dataset.
         """
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:
@@ -210,8 +220,10 @@ class Vocabulary:
     def tokens_of(self, grid: Grid) -> np.ndarray:
         """Converts a grid of symbols to tokens: uint8 [seq_len].
 
-        The grid is at the top left of the token array. The rest of the array is padding and end marks. Raises
-        ValueError if the grid has an unknown symbol, or is larger than the token array.
+        `lay_out` describes the result. Raises ValueError if the grid has an unknown symbol, or is larger than
+        the token array.
+
+        grid: List of rows. Each row is a list of symbols, such as ["#", "."].
         """
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
@@ -259,7 +271,13 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class FieldPuzzle(Puzzle):
-    """A puzzle of a dataset that defines its own symbols (`vocabulary`)."""
+    """A puzzle that is written with the symbols of its dataset, such as "#".
+
+    The grid of the puzzle may be smaller than the token array that contains it.
+
+    Attributes:
+        vocabulary: The symbols of the dataset and the size of its token arrays.
+    """
 
     vocabulary: Vocabulary | None = None
 

@@ -31,8 +31,9 @@ def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = Non
     In most kinds of puzzles, all cells are drawn. In some kinds, such as ARC, a grid may be smaller than the
     array. Then only the rectangle that contains the grid is drawn.
 
-    tokens: The array, [seq_len]. frame: Another array, such as the label, [seq_len]. If given, its grid
-    defines the rectangle, including the end marks around the grid.
+    style: Says how this kind of puzzle is drawn. tokens: The array, [seq_len]. frame: Another array,
+    [seq_len], such as the right answer. If given, the rectangle contains the grid in `frame` and the end
+    marks below it and to its right. The grid in `tokens` has no effect.
     """
     cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
     if style.first_of_field is None:
@@ -42,26 +43,27 @@ def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = Non
 
 
 def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
-    """Returns the text of each token, as an array in the shape of `tokens`."""
+    """Returns the text that is drawn for each token, in the shape of `tokens`."""
     texts = [style.symbol(token) for token in tokens.ravel().tolist()]
     return np.array(texts, np.str_).reshape(tokens.shape)
 
 
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
-    """Returns the number of each cell's region, row by row.
+    """Returns the number of the region that each cell belongs to, row by row.
 
-    Example of a region: a box of a Sudoku. Returns None if grids of `num_cells` cells have no regions.
+    Cells with equal numbers form a region, such as a box of a Sudoku. Returns None if grids of `num_cells`
+    cells have no regions.
     """
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)
 
 
 def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.ndarray | None:
-    """Returns the number of the region of each drawn cell: int64 [rows, columns].
+    """Returns the number of the region that each drawn cell belongs to: int64 [rows, columns].
 
     Returns None if the grid has no regions, or if all regions are rectangles, such as the boxes of a Sudoku.
 
-    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of all cells.
+    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of all cells of the grid.
     """
     numbers = np.array(regions_of(style, num_cells) or [0] * num_cells)
     grid = to_grid(numbers, num_columns=style.num_columns)
@@ -100,9 +102,10 @@ def draw(
 ) -> list[str]:
     """Draws a grid for a terminal. Returns lines of text: the title, then the rows.
 
-    tokens: The grid, [seq_len]. color: Whether to use ANSI color codes. frame: Another grid, such as the
-    label. If given, its size decides which cells are drawn. is_new: Cells to draw in green if
-    `style.marks_new`, bool [seq_len]. is_wrong: Cells to draw white on red, followed by an x, bool [seq_len].
+    style: Says how this kind of puzzle is drawn. tokens: The grid, [seq_len]. color: Whether to use ANSI
+    color codes. frame: Another grid, [seq_len], such as the right answer. If given, `cells_of` chooses the
+    drawn cells by this grid. is_new: Cells to draw in green if `style.marks_new`, bool [seq_len]. is_wrong:
+    Cells to draw white on red, followed by an x, bool [seq_len].
     """
     cells = cells_of(style, tokens, frame=frame)
 
@@ -216,10 +219,11 @@ class Paint(NamedTuple):
 
 
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
-    """Returns the appearance in an SVG of a cell with this token.
+    """Returns the appearance of a cell in an SVG.
 
-    is_clue: Whether the cell is given by the puzzle. doubt: How unsure the model is about the cell, from 0
-    (sure) to 1. It changes the opacity of the background.
+    style: Says how this kind of puzzle is drawn. token: Token of the cell. is_clue: Whether the cell is given
+    by the puzzle. doubt: How unsure the model is about the cell, from 0 (sure) to 1. It changes the opacity
+    of the background, except for clues that have no color in `style`.
     """
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))

@@ -40,8 +40,9 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequence[Path]) -> np.ndarray:
     """Returns a hash of each example that is not an augmented copy: uint64 [n].
 
-    Equal examples have equal hashes, also in different datasets. The hash of an ARC example without an answer
-    is 0 (`UNKNOWN`).
+    Equal examples have equal hashes, also in different datasets. Two examples are equal if they have the same
+    input tokens and the same name of their puzzle identifier. Two ARC examples are equal if the grids of
+    their inputs and answers are equal. The hash of an ARC example without an answer is 0 (`UNKNOWN`).
 
     split: "train" or "test". folders: All folders of the dataset.
     """
@@ -55,8 +56,10 @@ class Compared(NamedTuple):
     Attributes:
         tokens: Tokens of the inputs, [n, length]. In ARC: grids of inputs and answers, uint8 [n, 1800] (30 x
             30 cells each).
-        names: Hash of the name of each example's task, uint64 [n]. None in ARC, where names do not matter.
-        is_known: Whether the answer is known, bool [n]. Only in ARC it may be unknown.
+        names: Hash of the name of each example's puzzle identifier, uint64 [n]. 0 if it has no name. None in
+            ARC, where names do not matter.
+        is_known: Whether the answer is known, bool [n]. True except in ARC, where test answers may be
+            unknown.
     """
 
     tokens: np.ndarray
@@ -68,7 +71,8 @@ class Compared(NamedTuple):
 
         If the answer of an example is not known, its hash is 0.
 
-        hash_tokens: Function that hashes each row of `tokens`. If None, `hash_rows` is used.
+        hash_tokens: Function (tokens [n, length]) -> hash of each row, uint64 [n]. If None, `hash_rows` is
+        used.
         """
         hashes = (hash_tokens or hash_rows)(self.tokens)
         hashes = hashes if self.names is None else mix(hashes ^ self.names)
@@ -157,8 +161,9 @@ def join_repeats(
 ) -> dict[str, np.ndarray]:
     """Returns a copy of `held_out` in which groups with equal examples have equal values.
 
-    A group is a puzzle with its augmented copies. If an example occurs in several groups, these groups are
-    connected, also through other groups. All connected groups get the value of the first of them.
+    This prevents training on an example that is also used for validation. A group is a puzzle with its
+    augmented copies. If an example occurs in several groups, these groups are connected, also through other
+    groups. All connected groups get the value of the first of them.
 
     hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
     that are held out for validation.
@@ -213,8 +218,8 @@ class Trained:
         hashes: Hashes, uint64 [n], ascending and distinct.
         rate: Fraction of all examples that `hashes` contains, a power of 2. If it is less than 1, only hashes
             below rate * 2^64 are stored.
-        is_complete: Whether the model was trained on no other examples. False if the model started from a
-            checkpoint with unknown training examples.
+        is_complete: False if the model was also trained on other examples that are unknown, because training
+            started from a checkpoint that does not contain them.
     """
 
     hashes: np.ndarray
@@ -243,7 +248,8 @@ class Trained:
     def join(self, other: "Trained | None") -> "Trained":
         """Returns the training examples of `self` and `other` together.
 
-        The `rate` of the result is the smaller of both. If `other` is None or adds nothing, returns `self`.
+        The `rate` of the result is the smaller `rate` of the two. If `other` is None or adds nothing, returns
+        `self`.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self
@@ -253,18 +259,23 @@ class Trained:
         return dataclasses.replace(joined, rate=sampled.rate)
 
     def contains(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns for each of `hashes` whether it is a training example: bool [n].
+        """Returns whether each of these hashes belongs to a training example: bool [n].
 
-        If `rate` is less than 1, only a sample of the training examples is known, and False may be wrong (see
-        `covers`).
+        True is always right. False may be wrong if only a sample of the training examples is stored (see
+        `covers`), or if `is_complete` is False.
+
+        hashes: Hashes of any examples, uint64 [n].
         """
         found = np.append(self.hashes, np.uint64(UNKNOWN))
         return (found[self.hashes.searchsorted(hashes)] == hashes) & (hashes != UNKNOWN)
 
     def covers(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns for each of `hashes` whether the result of `contains` is certain: bool [n].
+        """Returns whether a training example with each of these hashes would be stored: bool [n].
 
-        It is uncertain for hashes outside of the stored sample, and for the hash 0 (unknown).
+        If `rate` is 1, this is true for every hash except 0, which stands for an unknown example. If `rate`
+        is less than 1, it is true only for hashes from 1 to rate * 2^64 - 1.
+
+        hashes: Hashes of any examples, uint64 [n].
         """
         is_known = hashes != UNKNOWN
         return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))

@@ -70,10 +70,10 @@ def open_split(folder: Path, split: str) -> Split:
 
 
 def read_builder(folder: Path) -> dict[str, Any] | None:
-    """Returns the name and arguments of the builder that made a dataset.
+    """Returns the command that created a dataset, and its arguments.
 
-    Example: {"name": "sudoku", "arguments": {...}}. Reads the file manifest.json in the folder. Returns None
-    if the file is missing or does not name a builder.
+    Example: {"name": "sudoku", "arguments": {...}} for `python -m dataset.build sudoku`. Reads the file
+    manifest.json in the folder. Returns None if the file is missing or does not name a command.
     """
     try:
         builder = read_json(folder / MANIFEST)["builder"]
@@ -83,9 +83,10 @@ def read_builder(folder: Path) -> dict[str, Any] | None:
 
 
 def splits_with_several_solutions(folder: Path) -> list[str]:
-    """Returns the splits in which the builder found puzzles with several solutions, such as ["train"].
+    """Returns the splits that contain puzzles with several solutions, such as ["train"].
 
-    Reads the file manifest.json in the folder. Returns [] if the file is missing or lists no splits.
+    The program that built the dataset has stored them in the file manifest.json in the folder. Returns [] if
+    the file is missing or lists no splits.
     """
     try:
         found = read_json(folder / MANIFEST)["several_solutions"]
@@ -193,8 +194,8 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
     """Checks the values of all tokens of a split. Raises ValueError for an invalid token.
 
     Inputs must be from 0 to vocab_size - 1. Labels must be in the same range, or equal to `ignore_label_id`.
-    A training split must have at least one scored label. If augmented copies are computed, checks their
-    transforms too.
+    A training split must have at least one label that is not `ignore_label_id`. If a set computes augmented
+    copies when it is read, the transforms that make the copies are checked, too.
 
     folder, split: Names for the error message.
     """

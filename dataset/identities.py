@@ -32,8 +32,8 @@ class Match(NamedTuple):
     Attributes:
         rows: Row of the table for each puzzle identifier, int64 [identifiers]. -1 if the table has no row for
             its puzzle.
-        is_other: bool [identifiers]. True if the table has a row with the name of the puzzle, but for another
-            task. `rows` is -1 then.
+        is_other: bool [identifiers]. True if the model was trained on a puzzle with the same name, but this
+            puzzle was an ARC task with other grids. `rows` is then -1.
         num_rows: Number of rows of the table.
         num_additional: Number of puzzle names of the model that the dataset does not have. The name "<blank>"
             does not count.
@@ -95,9 +95,10 @@ class Identities:
     def match(self, data: "Identities") -> Match | None:
         """Finds the puzzle embeddings of a model that belong to the puzzles of a dataset.
 
-        `self` describes the model, and `data` describes the dataset. Puzzles are matched by name. If the
-        model or the dataset has several folders, the names of the folders must match, too. Returns None if
-        puzzle identifiers of the model or of the dataset have no names.
+        `self` describes the training data of the model, and `data` describes the dataset. Puzzles are matched
+        by name. If one of them has several folders, the name of a puzzle includes the name of its folder, as
+        in "arc/0a938d79". Returns None if some puzzle identifiers of the training data or of the dataset have
+        no names.
         """
         with_folders = len(self.folders) > 1 or len(data.folders) > 1
         known, data_keys = (identities.keys(with_folders=with_folders) for identities in (self, data))

@@ -74,7 +74,8 @@ class PuzzleDataset(IterableDataset):
         split: "train" or "test".
         plan: The examples of each batch.
         first_step: Number of batches to skip.
-        num_answers: If greater than 1, each batch has up to this number of right answers of each example.
+        num_answers: If greater than 1, `Batch.answers` contains up to this number of right answers of each
+            example. If 1, it is None.
         seed: If an example has more answers than `num_answers`, the seed selects some of them.
     """
 

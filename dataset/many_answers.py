@@ -25,18 +25,18 @@ _CHUNK_CELLS = 1 << 22  # puzzles * candidates that are compared at once
 class AnswerRules:
     """The rules of a kind of puzzle with several right answers, as functions.
 
-    The inputs and answers are arrays of tokens.
+    `inputs` and `answers` are tokens, [n, seq_len].
 
     Attributes:
-        are_valid: (inputs [n, seq_len], answers [n, seq_len]) -> whether each answer is right, bool [n].
+        are_valid: (inputs, answers) -> whether each answer is right, bool [n].
         to_standard: (inputs, answers) -> answers in a standard form. Two answers count as the same if their
             standard forms are equal. Example: colors are renamed in order of first use.
         find_answers: (inputs) -> (all right answers, uint8 [total, seq_len], number of right answers of each
             input, int64 [n]). The answers to an input are next to each other, in standard form.
-        count_conflicts: (inputs, answers) -> number of broken rules, int64 [n]. -1 if an answer leaves a cell
-            open. None if the kind of puzzle does not count them.
-        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. If all of a model's
-            answers to a puzzle leave a cell open, this is their number of conflicts.
+        count_conflicts: (inputs, answers) -> number of rules that each answer breaks, int64 [n]. -1 if an
+            answer leaves a cell without a value. None if the kind of puzzle does not count broken rules.
+        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. A puzzle gets this
+            number of broken rules if every answer of the model to it leaves a cell without a value.
     """
 
     are_valid: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -49,8 +49,11 @@ class AnswerRules:
 def find_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Finds, for each input, the candidates that contradict none of its properties.
 
-    A candidate is, for example, a possible answer. Returns (indices of the candidates of the first input,
-    then of the second, ..., int64 [total], number of candidates of each input, int64 [n]).
+    Example for N-Queens: the candidates are all solutions of an empty board, and property i of an input means
+    that it has a queen in cell i. A solution without a queen in cell i contradicts this property.
+
+    Returns (indices of the candidates of the first input, then of the second, ..., int64 [total], number of
+    candidates of each input, int64 [n]).
 
     of_inputs: Properties that each input has, bool [n, properties]. of_candidates: Properties that each
     candidate contradicts, bool [candidates, properties].
@@ -68,7 +71,11 @@ def find_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> tuple[n
 
 @dataclasses.dataclass(frozen=True)
 class ManyAnswersPuzzle(Puzzle):
-    """A puzzle that a user wants to solve, and that may have several right answers."""
+    """A puzzle that a user wants to solve, and that may have several right answers.
+
+    Attributes:
+        answer_rules: The rules of the kind of puzzle. They check answers and find all right answers.
+    """
 
     answer_rules: AnswerRules | None = None
     has_many_answers: ClassVar[bool] = True
@@ -112,10 +119,11 @@ class Found(NamedTuple):
     Attributes:
         num_right: Number of right answers that the puzzle has.
         num_samples: Number of answers of the model.
-        num_found: Number of different right answers among them.
+        num_found: Number of different right answers among the answers of the model.
         is_valid: Whether the first answer of the model is right.
-        conflicts: Number of rules that the model's most frequent answer breaks. Only answers without open
-            cells count.
+        conflicts: Number of rules that the model's most frequent answer breaks. Answers with a cell without a
+            value do not count. If no answer counts, all rules are broken. 0 if the kind of puzzle does not
+            count broken rules.
     """
 
     num_right: int
@@ -207,13 +215,13 @@ def _expected_number(num_right: int, num_samples: int) -> float:
 
 
 def _coverages(rows: Sequence[tuple[int, int, float]]) -> dict[str, float]:
-    """Computes the mean fraction of right answers that were found, with three different weights.
+    """Computes three averages of the fraction of right answers that were found.
 
     An input has m right answers, and f of them were found. coverage_mean is the mean of f / m.
     coverage_inputs is sum f / sum m. coverage_pairs is sum m f / sum m^2. coverage_pairs equals
     coverage_inputs for a test set that repeats each input m times.
 
-    rows: (m, number of such inputs, f). If empty, returns {}.
+    rows: [(m, number of inputs with this m and this f, f), ...]. If empty, returns {}.
     """
     if not rows:
         return {}

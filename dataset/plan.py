@@ -123,9 +123,10 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Samples one puzzle of each group for an epoch, in random order.
+        """Samples one puzzle of each group for an epoch.
 
-        Returns the indices of the puzzles, int64 [num_groups]. A group is a puzzle with its augmented copies.
+        Returns the indices of the puzzles, int64 [num_groups]. The groups are in random order. A group is a
+        puzzle with its augmented copies.
         """
         self.stream.seek(epoch)
         groups = random_orders(self.stream.read(self.num_groups))
@@ -217,8 +218,9 @@ class TrainPlan:
         Args:
             sets: {name: training set}.
             stages: Stages of the training. The last is the main stage.
-            parts: If given, divides the main stage into parts. Each is a tuple of its fraction of the
-                training steps, and a `Stage` with its number of cycles.
+            parts: If given, divides the main stage into parts with other numbers of cycles (calls of the
+                model's blocks). Each is a tuple of its fraction of the main stage's training steps, and a
+                `Stage` with its `cycles`. The rest of the steps has the cycles of the main stage.
             held_out: {name of a set: bool [num_groups]}. True for groups that are not trained on. A group is
                 a puzzle with its augmented copies.
             train_steps: Number of training steps of the main stage. If given, `epochs` and `eval_interval` of
@@ -300,7 +302,7 @@ class TrainPlan:
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        """Yields the batches of the training steps `first_step` + 1 to `total_steps`, for all ranks."""
+        """Yields the global batch of each training step from `first_step` + 1 to `total_steps`."""
         remaining = self.total_steps - first_step
         for plans, iteration, steps_of_sets in self._iterations:
             for plan, steps in zip(plans, steps_of_sets, strict=True):
@@ -314,8 +316,8 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
     """Selects the groups of a training set that are used for validation: bool [num_groups].
 
     A group is a puzzle with all its augmented copies. In each dataset folder, the fraction `fraction` of the
-    groups is selected, rounded down. The selection depends only on the seed and on the number of groups in
-    each folder. A larger fraction selects the same groups and others.
+    groups is selected, rounded down. The selection depends only on the seed, the fraction and the number of
+    groups in each folder. A larger fraction selects the same groups and more.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):

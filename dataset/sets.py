@@ -18,10 +18,11 @@ _CHUNK_ROWS = 1 << 14
 
 
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
-    """Returns the names of the arrays of a set of puzzles, such as "inputs".
+    """Returns the names of the arrays that store a set of puzzles, such as "inputs".
 
-    augmentation: Name of the augmentation that makes copies of puzzles when they are read. The result then
-    includes its arrays, such as "transforms". If None, all copies are in the arrays.
+    augmentation: Name of the family of transforms that makes augmented copies of puzzles when they are read,
+    such as "sudoku". If None, the copies are stored like other puzzles. Otherwise, the array "transforms" is
+    included, too. In ARC, also "translations".
     """
     if augmentation is None:
         return FIELDS

@@ -50,10 +50,10 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
 
 @contextlib.contextmanager
 def compiler_cache_errors() -> Iterator[None]:
-    """Exits the process if a damaged file in the cache of torch.compile causes an error.
+    """Context manager that exits the process if a damaged compiler cache causes an error.
 
-    The console shows one line that names the file. The traceback goes to the log file of this rank. Other
-    errors pass through.
+    The cache is that of torch.compile. The console shows one line that names the damaged file. The traceback
+    goes to the log file of this rank. Other errors pass through.
     """
     try:
         yield

@@ -42,12 +42,12 @@ class Evaluators:
 
     Every rank creates an object, calls `add` for the answers that it computed, and calls `gather_metrics`.
 
-    names: Kinds of puzzles, such as ["sudoku"]. If None, the kinds of all folders of `data` with puzzles that
-    have several right answers.
+    names: Kinds of puzzles, such as ["sudoku"]. If None, the kinds of those folders of `data` in which some
+    test puzzle has several right answers.
     data: Dataset to evaluate. It may consist of several folders with different kinds of puzzles.
 
     Raises ValueError if no folder contains puzzles of a given kind. Other ranks may not raise it, so create
-    the object in a block of `collective_errors`.
+    the object in a `with` block of `collective_errors`.
     """
 
     def __init__(self, names: Sequence[str] | None, data: Dataset):
@@ -91,9 +91,10 @@ class Evaluators:
         """Adds the answers that this rank computed for one batch.
 
         set_name: Name of the test set.
-        answers: One answer for each puzzle.
-        samples: All answers, if the model answered each puzzle several times. They replace `answers` in
-        metrics that let the answers to a puzzle vote.
+        answers: The selected answer to each puzzle.
+        samples: All answers to each puzzle, if the model answered each puzzle several times. Evaluators with
+        `samples_vote` get `samples` instead of `answers`. Example: an ARC task counts as solved if its most
+        frequent answers contain the right one.
         """
         folder, name_in_folder, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
@@ -151,8 +152,8 @@ class Evaluators:
     def write(self, folder: Path) -> None:
         """Writes the files of the evaluators into a folder, such as the ARC submission.
 
-        Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, each of them
-        gets a subfolder with its name.
+        Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, the files of
+        each dataset folder are in a subfolder with its name.
         """
         for data_folder, evaluators in self._of_folder.items():
             for evaluator in evaluators:

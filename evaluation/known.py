@@ -37,13 +37,17 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     """Finds the model's embedding for each puzzle of a dataset.
 
     A model may have learned one embedding vector for each puzzle of its training data. The dataset may give
-    the same puzzles other numbers ("puzzle identifiers"). So puzzles are compared by their names and
-    contents. `Match.rows` contains, for each puzzle identifier, the row of the model's embedding table, or
-    -1.
+    the same puzzles other numbers ("puzzle identifiers"). So puzzles are compared by name and, in ARC, by
+    content. `Match.rows` contains, for each puzzle identifier, the row of the model's embedding table, or -1.
 
-    Returns None if puzzle identifiers and rows are equal, for example in the dataset of the training. Also
-    returns None if the names of the puzzles are unknown, usually with a warning. Raises ValueError if a file
-    is damaged.
+    Returns None in these cases:
+
+    - The model has no puzzle embeddings, or each dataset folder has only one puzzle identifier.
+    - Every puzzle identifier is equal to its row, as in the dataset of the training.
+    - The names of the puzzles are unknown. Unless the data are those of the training or have another number
+      of identifiers, a warning says that puzzles are matched by number.
+
+    Raises ValueError if a file is damaged.
     """
     if not has_rows_to_match(checkpoint.arch, data):
         return None
@@ -67,13 +71,15 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def check_same_rows(trained: Dataset, data: Dataset) -> None:
-    """Raises ValueError if a test puzzle has the number of another training puzzle.
+    """Raises ValueError if a test puzzle has another number in the training data.
 
-    The number of a puzzle (puzzle identifier) selects its embedding, so the model would use a wrong one. Does
-    nothing if one of the datasets does not store the names of its puzzles.
+    Also raises ValueError if a test puzzle does not occur in the training data. The number of a puzzle
+    ("puzzle identifier") is the row of its learned embedding, so the model would use a wrong embedding.
+    Puzzles are compared by name and, in ARC, by content. Does nothing if one of the datasets does not store
+    the names of its puzzles.
 
-    trained: Training data.
-    data: Dataset of the config key `test_data_path`.
+    trained: Dataset that the model is trained on.
+    data: Dataset that contains the test puzzles (config key `test_data_path`).
     """
     known, current = identities_of(trained), identities_of(data)
     if known is None or current is None or known.equals(current) or (match := known.match(current)) is None:
@@ -96,12 +102,15 @@ def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
 
 
 class Known(NamedTuple):
-    """The test puzzles that a model has puzzle embeddings for.
+    """The test puzzles that a model has puzzle embeddings for ("known" puzzles).
 
-    data      the dataset. Test sets without any such puzzle are removed
-    puzzles   {test set: indices of these puzzles, int64 [n], ascending}. None: all puzzles
-    metrics   {test set: {metric: number}}: how many identifiers have an embedding ("identifiers_common"), how
-              many have none ("identifiers_missing"), ...
+    Attributes:
+        data: The dataset, without the test sets that contain no known puzzle.
+        puzzles: {test set: indices of the known puzzles, int64 [n], ascending}. If None, all puzzles are
+            known.
+        metrics: {test set: {metric: number}}. Examples of metrics: "identifiers_common" is the number of
+            puzzle identifiers that have an embedding, "identifiers_missing" the number of those that have
+            none.
     """
 
     data: Dataset

@@ -38,10 +38,10 @@ class Leak:
     Attributes:
         rows: Indices of the leaked examples in the test set, int64 [n], ascending. They include the augmented
             variants of a leaked puzzle. Empty if `rate` is between 0 and 1.
-        rate: Fraction of the training examples that were compared with the test set. Below 1, it is a random
-            sample. 0 means that an unknown part was compared.
+        rate: Fraction of the training examples that were compared with the test set. If it is between 0 and
+            1, the compared examples are a random sample. If it is 0, the fraction is unknown.
         num_distinct: Number of different puzzles in the test set.
-        share: Estimated fraction of leaked test examples, and the ends (low, high) of its 95 % interval. None
+        share: (estimated fraction of leaked test examples, low end of its 95 % interval, high end). None
             unless `rate` is between 0 and 1.
     """
 
@@ -65,8 +65,8 @@ class Leaks:
     Call `add` for every test set, then `broadcast_find`.
 
     Args:
-        reaction: What to do if a test puzzle was trained on: "warn" logs a warning, "error" raises
-            ValueError.
+        reaction: What to do if a test puzzle was trained on: "warn" logs a warning. "error" prints a message
+            and exits on all ranks.
 
     Attributes:
         found: {test set: leak}. Empty before `broadcast_find`.
@@ -119,7 +119,8 @@ class Leaks:
         Afterwards, `found` contains the result on all ranks. If a test puzzle was trained on, rank 0 logs a
         warning. With reaction "error", all ranks exit instead.
 
-        trained: Training examples. Needed only on rank 0. None means that they are unknown.
+        trained: Hashes of the examples that the model was trained on. Needed only on rank 0. If None, these
+        examples are unknown.
         model: Name of the model for messages.
         """
         with collective_errors():
@@ -182,10 +183,10 @@ def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.nd
 
 
 def find_trained(checkpoint: Checkpoint) -> Trained | None:
-    """Returns hashes of the examples that a checkpoint was trained on, or None.
+    """Returns hashes of the examples that the model in a checkpoint was trained on.
 
     Reads a file of the checkpoint. If a checkpoint of an earlier version has no such file, hashes its dataset
-    again. Returns None if the dataset is missing or has changed. Raises ValueError if the file is damaged.
+    again. Returns None if this dataset is missing or has changed. Raises ValueError if the file is damaged.
     """
     if checkpoint.trained_file is not None and (found := read_trained(checkpoint.trained_file)):
         return found

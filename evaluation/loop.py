@@ -27,12 +27,12 @@ _NOTHING, _STEP, _BATCH = 0, 1, 2
 class Race:
     """Finds, for puzzles that a model solves several times, the run that halts first.
 
-    The runs of a puzzle ("samples") differ in their random numbers. A sample that can no longer be the first
-    can be stopped. Of two samples that halt after the same number of steps, the one with the lower index is
-    first.
+    A run halts if the model wants to make no more calls. The runs of a puzzle ("samples") differ in their
+    random numbers. A sample that can no longer be the first can be stopped. If two samples halt after the
+    same number of calls, the one with the lower index is first.
 
-    samples: Numbers of samples to compare, ascending. Example: With (1, 4), sample 0 runs to its end, and
-    samples 0 to 3 are compared with each other.
+    samples: Numbers of samples to compare, ascending. Example: With (1, 4), the first sample is compared with
+    no other, so it runs to its end. Then samples 0 to 3 are compared with each other.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -42,8 +42,10 @@ class Race:
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
         """Stores which samples want to halt after a thinking step (one call of the model).
 
+        A sample is one of several runs of a puzzle.
+
         carry: State of the batch after the step. `carry.data.rows`, int64 [batch], contains puzzle index *
-        `samples[-1]` + sample index.
+        (largest number of samples of a puzzle) + sample index.
         wants_to_halt: Whether the model wants to halt, bool [batch].
         """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
@@ -56,7 +58,9 @@ class Race:
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
         """Returns which samples can no longer be the first to halt: bool [n].
 
-        attempts: Puzzle index * `samples[-1]` + sample index, int [n].
+        A sample is one of several runs of a puzzle.
+
+        attempts: Puzzle index * (largest number of samples of a puzzle) + sample index, int [n].
         steps: Number of model calls that each sample has made, int [n].
         """
         lost = []

@@ -68,8 +68,8 @@ def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
     """Returns mean and standard deviation of each metric over several evaluations, for each test set.
 
     The format is {test set: {metric: mean, "<metric>_deviation": standard deviation}}. Counts get no
-    deviation. Metrics that one of the evaluations lacks are left out. If the value is a text, the result
-    lists the different texts: "test, validation".
+    deviation. Metrics that one of the evaluations lacks are left out. A metric that is a text, such as
+    "selected_by", gets the different texts instead of a mean: "test, validation".
 
     runs: {test set: {metric: value}} of each evaluation.
     """
@@ -94,8 +94,8 @@ def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
 def metrics_table(metrics: Columns, *, title: str) -> str:
     """Returns a table with one line per metric and one column per test set.
 
-    A line starts with both names of a metric, such as "solved (exact_accuracy)". A cell contains the value,
-    and its interval or standard deviation, if there is one.
+    A line starts with the name of the metric for people and its name in metrics.json: "solved
+    (exact_accuracy)". A cell contains the value, and its interval or standard deviation, if there is one.
 
     metrics: {test set: {metric: value}}.
     title: First line of the table.
@@ -224,7 +224,7 @@ def written_value(metric: str, value: float) -> str:
     """Formats the value of a metric for people.
 
     Accuracies have three decimals ("0.913"). Other whole numbers have none ("1,000"). Metrics that end in
-    "steps" have two decimals, and all others have four digits.
+    "steps" have two decimals. All others have four significant digits.
     """
     if is_share(metric):
         return f"{value:.3f}"

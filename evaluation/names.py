@@ -74,7 +74,7 @@ def written_name(metric: str) -> str:
 
 
 def both_names(metric: str) -> str:
-    """Returns both names of a metric, such as "solved (exact_accuracy)".
+    """Returns a metric's name for people and its name in files: "solved (exact_accuracy)".
 
     If both names are equal, returns one.
     """

@@ -45,8 +45,9 @@ class SetResult:
         exact_accuracy_after_each_step: Fraction of solved puzzles after 1, 2, ... calls of the model. Empty
             with early halting, with `scores`, or without labels.
         outputs: {name: array [examples, ...]}, in the order of the dataset.
-        scores: Counts for several numbers of calls and of runs of each puzzle. Empty if `evaluate_split` got
-            no `settings`. Otherwise, the other fields belong to the largest numbers.
+        scores: {(number of calls, number of runs of each puzzle, selection rule, figure): sum over puzzles},
+            see `Scores.sums`. Empty if `evaluate_split` got no `settings`. Otherwise, the other attributes
+            contain the results with the largest number of calls and the largest number of runs.
     """
 
     metrics: dict[str, float]
@@ -276,11 +277,11 @@ class _SetSums:
         return found
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
-        """Sums the metrics over all ranks, and returns the result of the test set. All ranks call it.
+        """Sums the metrics of a test set over all ranks. All ranks call it.
 
-        Only the result on rank 0 contains outputs and scores.
+        Returns the result of the test set. It contains outputs and scores only on rank 0.
 
-        extra: Metrics of the evaluators. They are added to the result.
+        extra: Metrics of the evaluators, such as {"sudoku/valid_accuracy": 0.9}. The result includes them.
         """
         sums = self._metrics.reduce()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))

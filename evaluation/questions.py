@@ -27,9 +27,13 @@ class Questions:
 
     The text must have the symbols of the model's training data, such as "1..4 .... ...3 4..1" for a Sudoku.
 
-    info: Attribute. Description of the training data.
-    folders: Dataset folders of the training data. If None, the folders that the checkpoint names. They may be
-    missing.
+    Args:
+        checkpoint: The trained model.
+        folders: Dataset folders of the training data. If None, the folders that the checkpoint names. They
+            may be missing.
+
+    Attributes:
+        info: Kind of puzzle, symbols and sizes of the training data.
     """
 
     def __init__(self, checkpoint: Checkpoint, folders: list[Path] | None):
@@ -85,8 +89,17 @@ class Questions:
         """Returns the row of the model's puzzle embedding table that belongs to the puzzle.
 
         Returns None if the model has no row for the puzzle and the config has `adapt=true`. The caller must
-        then train an embedding. Raises ValueError if the model has no row and `adapt` is false, or if `adapt`
-        or `task` does not fit the model or the puzzle.
+        then train an embedding. For a model without puzzle embeddings, returns the puzzle identifier that
+        stands for no puzzle.
+
+        Raises ValueError if the row cannot be found. Examples:
+
+        - The model has no row for the puzzle, and the config has `adapt=false`.
+        - The config has `adapt=true`, but the puzzle has no demonstrations, or the model has no puzzle
+          embeddings.
+        - `task`, a name of a training puzzle, is unknown or missing.
+
+        config: Config of solve.py. `task` and `adapt` are used.
         """
         number = self._find_number(puzzle, config)
         if not number or not all((path / "test" / "dataset.json").is_file() for path in self._folders):
@@ -175,10 +188,15 @@ def read_question(puzzle: str | None) -> tuple[str, str]:
 def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
     """Returns the kind of puzzle, symbols and sizes of a model's training data.
 
-    checkpoint: Trained model.
-    folders: Dataset folders to read them from. If None, the description in the checkpoint is used, otherwise
-    the folders of its training. If both are missing, the sizes of the weights are used. Raises ValueError if
-    the sizes fit several kinds of puzzles or none.
+    They are taken from the first of these sources that exists:
+
+    1. the dataset folders `folders`, if it is not None
+    2. the description of the dataset in the checkpoint
+    3. the dataset folders that the checkpoint names
+    4. the sizes of the weights in the checkpoint, such as the vocabulary size
+
+    Raises ValueError if `folders` are not valid datasets. For source 4, raises ValueError if the sizes cannot
+    be determined or fit several kinds of puzzles.
     """
     if folders is None and checkpoint.dataset_info is not None:
         return DatasetInfo.from_json(checkpoint.dataset_info, where=f"dataset description of {checkpoint}")

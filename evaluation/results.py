@@ -100,7 +100,7 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     The name is "step_120", for example, if the options are the defaults and the data are those of the
     training. Otherwise, it ends with a hash of `measured`, such as "step_120_1a2b3c4d".
 
-    measured: Result of `measured_with`.
+    measured: Result of `measured_with`, such as {"test": "1a2b...", "samples": [8]}.
     """
     if "data" not in measured:  # the test splits are those of the training, so their hash adds nothing
         measured = {key: value for key, value in measured.items() if key != "test"}
@@ -234,9 +234,13 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
     """Returns the content of scaling.json: accuracies for several numbers of steps and samples.
 
-    A step is one call of the model. A sample is one of several runs of a puzzle. The format is {option:
-    value, "sets": {test set: {"count": number of puzzles, "gigaflops_per_step": operations of a step on a
-    puzzle in 1e9, "corners": list}}}. An entry of "corners" is
+    A step is one call of the model. A sample is one of several runs of a puzzle. The keys are:
+
+    - the name of each option that is equal for all these numbers, such as "noise"
+    - "sets": {test set: {"count": number of puzzles, "gigaflops_per_step": operations of a step on a puzzle
+      in 1e9, "corners": list}}
+
+    "corners" has an entry for each pair of a number of steps and a number of samples:
 
         {"steps": 16, "samples": 4, "ways": {"vote": {"exact_accuracy": 0.9, ...}, "any": {...}}}
 

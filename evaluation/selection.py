@@ -40,12 +40,13 @@ class Settings:
 
     A step is one call of the model. A sample is one run of a puzzle, with its own random noise.
 
-    steps          numbers of steps, ascending
-    samples        numbers of samples of each puzzle, ascending
-    selects        rules that select one sample, such as "vote". The first rule selects the answer for other
-                   metrics
-    retry_samples  total number of samples if a search model (LDT) finds no answer with the samples above.
-                   None: no more samples
+    Attributes:
+        steps: Numbers of steps, ascending.
+        samples: Numbers of samples of each puzzle, ascending.
+        selects: Rules that select one sample, such as "vote". The first rule selects the answer for other
+            metrics.
+        retry_samples: If the samples above find no answer to a puzzle, a search model (LDT) runs more
+            samples, up to this total number. If None, it runs no more samples.
     """
 
     steps: tuple[int, ...]
@@ -80,10 +81,20 @@ class Samples(NamedTuple):
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
     """Selects one of several runs ("samples") of each puzzle. Returns their indices, int64 [puzzles].
 
-    by: Rule that selects, such as "vote". Among equally good samples, the one with the largest q_halt wins.
-    samples: Answers of all samples. The dict `ANSWER_AT` names the model call that the rule needs them from.
-    is_search: Whether the model is a search model (LDT). Then only samples that halted have an answer. Among
-    equally good samples, the first wins. If no sample of the puzzle halted, the index is -1.
+    The rules prefer these samples:
+
+    - "first_to_halt": the smallest number of model calls, among samples that wanted to halt
+    - "vote": the most frequent answer to the puzzle
+    - "residual": the smallest change of the logits in the last calls
+    - "rules": an answer that obeys the rules of the puzzle
+    - "q_head" and "q_head_any_step": the largest q_halt
+
+    Among equally good samples, the one with the largest q_halt is selected, then the first.
+
+    by: The rule.
+    samples: Answers of all samples, from the model call that `ANSWER_AT` names for the rule.
+    is_search: Whether the model is a search model (LDT). Then q_halt has no effect. If no sample of a puzzle
+    halted, the puzzle has no answer, and the index is -1.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
@@ -140,14 +151,14 @@ class Scores:
     not count.
 
     settings: Numbers of steps and samples to evaluate, and the rules that select a sample, such as "vote".
-    rules: Function that checks answers by the rules of the puzzle, or None.
+    rules: Function (inputs, answers) -> whether each answer obeys the rules of the puzzle, or None.
     is_search: Whether the model is a search model (LDT).
 
     Attributes:
-        sums: {(steps, samples, selection rule, figure): sum over puzzles}. Figures are "exact" (the answer
-            equals the label), "valid" (it obeys the rules, counted only with `rules`), "calls" (number of
-            model calls), and "undecided" (no answer, only of a search model). With the selection rule "any",
-            a puzzle counts if any of its samples is right.
+        sums: {(number of steps, number of samples, selection rule, figure): sum over puzzles}. Figures are
+            "exact" (the answer equals the label), "valid" (the answer obeys the rules, counted only with
+            `rules`), "calls" (number of model calls), and "undecided" (no answer, only of a search model).
+            With the selection rule "any", a puzzle counts if any of its samples is right.
     """
 
     def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):

@@ -210,7 +210,7 @@ def _first_to_halt(
     """Runs a search model (LDT) on one puzzle several times, until the first run halts.
 
     Returns the index of this run, or -1 if none halts. The runs ("samples") have different random numbers.
-    Only a few of them start at first.
+    Only _FIRST_SAMPLES of them start at first. Their number doubles every _WIDEN_STEPS calls of the model.
 
     batch: Batch that contains only the puzzle.
     num_samples: Largest number of runs.

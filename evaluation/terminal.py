@@ -31,7 +31,7 @@ _RULES: dict[Select, str] = {
 def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
     """Draws the puzzle, the answer, and the answers after all model calls as text.
 
-    width: Maximum number of columns. Only a grid that is wider exceeds it.
+    width: Maximum number of characters in a line. Only a grid that is wider exceeds it.
     color: Whether to use ANSI color codes.
     """
     top = [

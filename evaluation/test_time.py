@@ -106,7 +106,8 @@ def build_draw(
 
     num_samples: Number of runs of each puzzle. `carry.data.rows` must contain puzzle index * num_samples +
     number of the run, from 0.
-    first_sample: Number that is added to the number of the run.
+    first_sample: Number that is added to the number of the run. If puzzles run again, they so get other
+    random numbers.
     """
 
     def draw(carry: Carry) -> SlotRng | None:
@@ -213,22 +214,29 @@ def run_settings(
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
     """Runs every puzzle several times, and yields the outputs when all its runs have ended.
 
-    A run is called a sample. `scores` counts the right answers for several numbers of model calls and of
-    samples. The outputs belong to the largest numbers. Yields tuples of three parts:
+    Each run of a puzzle is called a sample. The samples differ in their random numbers. Only the largest
+    numbers of calls and samples in `scores.settings` are run. While they run, `scores` also counts the right
+    answers for the smaller numbers.
+
+    For each puzzle, the first rule in `scores.settings.selects` then selects the sample that gives its
+    answer. Whenever some puzzles have ended, yields a tuple of three parts:
 
     - outputs of the selected samples, one for each puzzle
     - outputs of all samples, ordered by puzzle
-    - indices of the selected samples, int64 [puzzles]. -1 means that a search model (LDT) has no answer
+    - index of the selected sample of each puzzle, int64 [puzzles]. -1 means that a search model (LDT) has no
+      answer
 
     With `scores.settings.retry_samples`, puzzles without an answer run again at the end, with other random
     numbers. Their outputs are those of the second run.
 
-    reasoning: Settings of a run. Its max_steps is the largest number of model calls.
+    reasoning: Settings of a sample. Its max_steps is the largest number of model calls.
     num_slots: Batch size of this rank. Each sample takes one position of the batch.
-    vocab_size: Number of tokens.
+    vocab_size: Number of different tokens.
+    scores: Receives the counts. `scores.settings` has the numbers of calls and of samples.
     runs_all: Whether all samples of a search model (LDT) run to their end. If False, the first sample that
     halts stops the other samples of its puzzle.
-    on_step: Function that is called after each model call, with the arguments of `answer_batches`.
+    on_step: Function that is called after each model call, with the same arguments as `on_step` of
+    `answer_batches`.
     """
     options = {"seed": seed, "num_slots": num_slots, "vocab_size": vocab_size, "runs_all": runs_all}
     options["on_step"] = on_step
@@ -312,11 +320,13 @@ def _run_settings(
 
 
 def _pop_complete(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Removes the puzzles that have all their samples (runs) in `parts`, and joins their outputs.
+    """Removes the puzzles that have outputs of all their samples (runs), and joins these outputs.
 
-    The result is ordered by puzzle, then by sample. Returns None if no puzzle has all its samples.
+    The result is ordered by puzzle, then by sample. Its `carry.data.rows` contains indices of puzzles.
+    Returns None if no puzzle has outputs of all its samples.
 
-    parts: Outputs of samples, in any order. The list is changed in place.
+    parts: Outputs of samples, in any order. The removed outputs are deleted from this list.
+    num_samples: Number of samples of each puzzle.
     """
     if not parts:
         return None

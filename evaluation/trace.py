@@ -53,8 +53,8 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
 
     model: Model in evaluation mode.
     seed: Seed of the random noise.
-    max_steps: Largest number of calls. It has no effect if an evaluation makes fewer calls. If None, the
-    number of calls of an evaluation.
+    max_steps: Number of calls, but never more than in an evaluation. If None, as many calls as in an
+    evaluation.
     """
     assert not model.training
     reasoning = dataclasses.replace(model.eval_reasoning("max"), halting="max")  # for a search, too
