@@ -60,13 +60,14 @@ class Weights:
         flats: Objects that each store the values of many weights in one tensor, and their gradients in
             another. Usually there is one. With pipeline or tensor parallelism there are two: one for the
             weights outside of transformer blocks, and one for this rank's part of the blocks.
-        groups: Optimizers, with the names of the weights that they update.
-        owned: Weights that this rank updates, {name: tensor or shard}.
+        groups: Pairs of an optimizer and the names of the weights that it updates (`ParameterGroup`).
+        owned: Weights that this rank updates, {name: tensor or shard}. A shard is a part of a weight.
         scalars: Numbers that are sent together with the gradients, such as the loss.
-        remote_names: Names of weights that are only on other pipeline stages.
+        remote_names: Names of the weights that only other pipeline stages hold.
     Args:
         shapes: {name: shape} of all weights of the model.
-        holders: Ranks that together hold every block once.
+        holders: Group of the ranks that share one copy of the model (pipeline and tensor parallelism), with
+            this rank. Together, they hold every element of the transformer blocks once.
     """
 
     def __init__(
@@ -226,12 +227,18 @@ def build_weights(
     """Creates the optimizers for the weights that this rank updates.
 
     Optimizers must create all of their `state` in the constructor, because a checkpoint is loaded into these
-    tensors. An optimizer from a plugin may get shards of weights, float32 [n], so it must update each element
-    independently.
+    tensors. An optimizer from a plugin (a Python file of the user) may get shards of weights, float32 [n], so
+    it must update each element independently.
 
-    flats: Results of `build_flats`. shapes: {name: shape} of all weights of the model. If None, all are in
-    `flats`. holders: Ranks that together hold every block once. tensor: Ranks that divide matrices (tensor
-    parallelism). compiler_options: Options of torch.compile for AdamATan2. If None, it is not compiled.
+    Args:
+        flats: Results of `build_flats`: objects that each store the values of many weights in one tensor.
+        shapes: {name: shape} of all weights of the model. If None, all weights are in `flats`.
+        holders: Group of the ranks that share one copy of the model (pipeline and tensor parallelism), with
+            this rank. Together, they hold every element of the transformer blocks once. `Weights.clip_` sums
+            over this group to get the gradient norm. By default, only this rank.
+        tensor: Group of the ranks that divide each matrix (tensor parallelism), with this rank. By default,
+            only this rank.
+        compiler_options: Options of torch.compile for AdamATan2. If None, it is not compiled.
     """
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
     here = {name: tuple(parameter.shape) for flat in flats for name, parameter in flat.parameters.items()}
