@@ -26,7 +26,7 @@ State = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """The settings with which a model is called, such as the number of cycles in a call.
+    """Settings with which a model is called, such as the cycles in a call.
 
     A model is called several times on each puzzle. The settings also contain the largest number of calls, and
     the standard deviations of noise. Training and an evaluation may use different settings.

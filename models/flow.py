@@ -62,8 +62,8 @@ class Flow(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    x is [batch, cells, vocab]. In training, x is (1 - t) x0 + t * (right answer, one-hot) at a random time t.
-    In an evaluation, x starts as x0, and each call moves it towards the predicted answer.
+    x is [batch, cells, vocab]. In training, x is by default (1 - t) x0 + t * (right answer, one-hot) at a
+    random time t. In an evaluation, x starts as x0, and each call moves it towards the predicted answer.
 
     W_x is a learned matrix, and time_mlp a small MLP. z_H and z_L are hidden states, [batch, positions,
     hidden]. L(z, y) applies a stack of transformer blocks to z + y. The same calls as in `models.trm.TRM`

@@ -37,8 +37,8 @@ STD_AFTER_CUT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * 
 def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
     """Returns uniform random numbers in [0, 1) for a training step: float64 [count].
 
-    The same seed and step give the same numbers. With a smaller `count`, the result is the beginning of the
-    result with a larger one. Runs on the host.
+    The same seed and step (number of the training step) give the same numbers. With a smaller `count`, the
+    result is the beginning of the result with a larger one. Runs on the host.
     """
     generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53

@@ -45,7 +45,8 @@ class ParameterGroup(NamedTuple):
     Attributes:
         names: Names of the weights. They have the same weight decay.
         optimizer: The optimizer.
-        flat: Object that stores the values of these weights in one tensor, and their gradients in another.
+        flat: Object that stores the values of many weights in one tensor, and their gradients in another. It
+            contains the weights `names`, and may contain others.
     """
 
     names: tuple[str, ...]
@@ -127,7 +128,8 @@ class Weights:
         """Returns the weights for a checkpoint, as {name: tensor or shard}.
 
         A shard is the part of a weight that this rank holds. It has 0 elements if this rank does not hold the
-        weight. The result has all names of the model. Weights are in the dtype of the optimizer (float32).
+        weight. The result contains all weights of the model, except puzzle embeddings. Weights are in the
+        dtype of the optimizer (float32).
         """
         tensors = self.owned | self._absent
         for flat in self.flats:
@@ -136,12 +138,11 @@ class Weights:
         return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites the shards of weights on every rank with the weights of rank 0.
+        """Overwrites the weights that ranks divide into shards with the weights of rank 0.
 
-        All ranks call it. Weights that are not divided into shards do not change.
+        All ranks of `ranks` call it. Weights that are not divided into shards do not change.
 
-        full_copies: On rank 0, {name: full weight}. On other ranks, {}. ranks: Group of the ranks that take
-        part.
+        full_copies: On rank 0, {name: full weight}. On other ranks, {}. ranks: Group of all ranks of the run.
         """
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
@@ -152,8 +153,9 @@ class Weights:
     def moments(self) -> Tensors:
         """Returns the optimizer state for a checkpoint, as {name: tensor or shard}.
 
-        A name consists of the name of the state and that of the weight. Example:
-        "first_moment.lm_head.weight". The result contains only weights that this rank updates.
+        A name joins the name of a state tensor and the name of its weight. Example:
+        "first_moment.lm_head.weight". The result contains only the state of the weights that this rank
+        updates.
         """
         moments: Tensors = {}
         for group in self.groups:
@@ -183,10 +185,10 @@ def build_flats(
     """Moves the weights of a network into a few large tensors. All ranks call it.
 
     Returns one object for all weights. With pipeline or tensor parallelism, returns two: one for the weights
-    outside of transformer blocks, and one for the weights of blocks.
+    outside of transformer blocks, and one for the weights of blocks on this rank.
 
-    mesh: Process groups of this rank. blocks: Names of the weights in transformer blocks. cuts: For each
-    weight that tensor-parallel ranks divide, the part that this rank holds.
+    mesh: Process groups of this rank. blocks: Names of the weights in transformer blocks. cuts: {name: part
+    of the weight that this rank holds}, for each weight that tensor-parallel ranks divide. Otherwise {}.
     """
     parameters = dict(network.named_parameters())
     matrices = [name for name in blocks if parameters[name].ndim == 2]
