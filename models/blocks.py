@@ -19,9 +19,9 @@ class Block(nn.Module):
         h = rms_norm(h + mlp(h))
 
     mlp: MLP that is applied to each position. eps: Added to the mean square in each norm. self_attn:
-    Attention over the positions. conv: Convolution over the grid of cells. If self_attn is None, it replaces
-    the attention. Otherwise, its output is added to that of the attention. mlp_t: MLP along the axis of
-    positions. It replaces both. The norm after it is then a mean over the positions, for each feature (arXiv
+    Attention over the positions. conv: Convolution over the grid of cells. If self_attn is None, conv(h)
+    replaces self_attn(h). Otherwise, conv(h) is added to it. mlp_t: MLP along the axis of positions. It
+    replaces self_attn and conv. The norm after it is then over the positions, for each feature (arXiv
     2510.04871, section 4.5).
     """
 

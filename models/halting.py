@@ -63,8 +63,8 @@ def sample_exploration(
 ) -> dict[str, np.ndarray]:
     """Samples how many model calls each puzzle must have had before it may halt.
 
-    A puzzle halts if the model stops working on it. To explore, training sometimes makes a puzzle go on
-    although the model would stop.
+    A puzzle halts if the model stops working on it. To explore, training sometimes continues with a puzzle on
+    which the model would stop.
 
     Returns {"min_steps": int32 [batch_size]} for one training step. If a puzzle has had fewer calls of the
     model, it does not halt in this step. With probability arch.halt_exploration_prob, the number is uniform
@@ -158,14 +158,14 @@ class HaltingModel(nn.Module):
         """Calls the network once on every puzzle, and decides which puzzles are finished (halt).
 
         Args:
-            carry: State of the batch before the call. In training, the result of `refill`. In an evaluation,
-                the result of `refill` for the first call, and the state that the previous call returned for
-                all others.
+            carry: State of the batch before the call. In training, pass the result of `refill`. In an
+                evaluation, pass the result of `refill` for the first call, and then the state that the
+                previous call returned.
             reasoning: Settings, such as the largest number of calls for each puzzle, the number of cycles in
-                a call, and the noise. Pass the attribute `reasoning` in training, or the result of
-                `eval_reasoning` in an evaluation.
+                a call, and the noise. In training, pass the attribute `reasoning`. In an evaluation, pass the
+                result of `eval_reasoning`.
             rng: Random numbers of the batch positions. They are needed for noise, dropout and exploration
-                (`sample_exploration`), and for LDT and Flow.
+                (`sample_exploration`). LDT and Flow always need them.
 
         Returns:
             (carry, prediction). `carry` is the state of the batch after the call, and its field `halted` is

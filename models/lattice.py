@@ -245,7 +245,7 @@ def leaves(state: State) -> Tensor:
 def given_cells(state: State) -> Tensor:
     """Returns which cells had only one candidate (possible value) at the start.
 
-    The result is bool [batch, cells].
+    The result is bool [batch, cells]. state: Result of `start_boards` or `move`.
     """
     return state["entered"].sum(-1) == 1
 
@@ -253,8 +253,10 @@ def given_cells(state: State) -> Tensor:
 def is_lost(state: State) -> Tensor:
     """Returns which puzzles have a cell without any right candidate: bool [batch].
 
-    Candidates are the values that are still possible in a cell. In training, a call of the model only removes
-    candidates, so it cannot solve such a puzzle.
+    Candidates are the values that are still possible in a cell. state["target"] contains the right values. In
+    training, a call of the model only removes candidates, so it cannot solve such a puzzle.
+
+    state: Result of `start_boards` or `move`.
     """
     return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
 

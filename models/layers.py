@@ -144,8 +144,11 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
     """Reorders the rows of a fused query, key and value weight for `rotate_pairs`.
 
-    Returns a copy. weight: [3 * width, hidden], with the rows in the order for `rotate`. The rows of the
-    values keep their order.
+    For each head of the queries and keys, rows 0, 1, 2, ... of the result are rows 0, n, 1, n + 1, ... of the
+    weight, with n = head_dim / 2. The rows of the values keep their order. Returns a copy.
+
+    weight: [3 * num_heads * head_dim, hidden], the rows of queries, keys and values, each in the order for
+    `rotate`.
     """
     width, hidden = len(weight) // 3, weight.shape[1]
     qk, v = weight.split((2 * width, width))

@@ -70,12 +70,12 @@ def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) -> tuple[Tensor, ...]:
-    """Computes the random number generator Philox4x32-10 (doi 10.1145/2063384.2063405).
+    """Computes random integers with the generator Philox4x32-10 (doi 10.1145/2063384.2063405).
 
-    Returns four int64 tensors of random integers below 2**32. The same arguments give the same result.
+    Returns four int64 tensors of integers below 2**32. The same arguments give the same result.
 
-    counter: Four tensors of integers below 2**32. key: Two such tensors or integers. All of them are
-    broadcast.
+    counter: Four tensors of integers below 2**32. key: Two such tensors, or two integers below 2**32. Counter
+    and key are broadcast.
     """
     # Products of up to 2**64 may make int64 values negative. This is harmless, because only their lower and
     # upper 32 bits are used.

@@ -148,10 +148,11 @@ def build_average(
 ) -> Average:
     """Creates the moving average (EMA) of all weights except puzzle embeddings.
 
-    If config.ema is None, its methods do nothing. Warns if the run is too short for the average.
+    If config.ema is None, the methods of the result do nothing. Warns if the average will still contain much
+    of the initial weights when training ends.
 
     flats: Objects that each store the values of many weights in one tensor. total_steps: Number of training
-    steps of the run. None if unknown.
+    steps of the run. If None, it is unknown, and there is no warning.
     """
     if config.ema is None:
         return Average()

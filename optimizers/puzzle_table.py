@@ -129,9 +129,10 @@ class PuzzleTable:
         """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """Overwrites puzzle embeddings that ranks divide among them with those of rank 0.
+        """Overwrites the puzzle embeddings of all ranks with those in `weights` of rank 0.
 
-        If every rank holds all embeddings, it does nothing. All ranks call it.
+        It does so only if each rank holds a part of the embeddings. If every rank holds all of them, it does
+        nothing. All ranks call it.
 
         weights: On rank 0, {name: full weight}, with all embeddings. On other ranks, {}.
         """

@@ -24,7 +24,8 @@ SCALARS = ("loss", "grad_norm", "stop")
 class AdamW(torch.optim.AdamW):
     """The fused AdamW of torch (arXiv 1711.05101), with all of its `state` from the start.
 
-    A checkpoint is loaded into these tensors. Parameters without a gradient do not change.
+    The constructor creates the `state`, because a checkpoint is loaded into these tensors. Parameters without
+    a gradient do not change.
     """
 
     def __init__(
