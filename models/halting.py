@@ -189,7 +189,7 @@ class HaltingModel(nn.Module):
         The table in the docstring of this file lists the rules of each model.
 
         carry: State of the batch after the call. Its field `halted` is not read. prediction: Output of the
-        call. rng: Random numbers of this call. In training, `rng.arrays` contains the result of
+        call. rng: Random numbers of this call. In training, its field `arrays` contains the result of
         `Network.sample_randomness`, such as the smallest number of calls for each puzzle.
         """
         is_last = carry.steps >= reasoning.max_steps
