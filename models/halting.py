@@ -162,8 +162,8 @@ class HaltingModel(nn.Module):
                 evaluation, pass the result of `refill` for the first call, and then the state that the
                 previous call returned.
             reasoning: Settings, such as the largest number of calls for each puzzle, the number of cycles in
-                a call, and the noise. In training, pass the attribute `reasoning`. In an evaluation, pass the
-                result of `eval_reasoning`.
+                a call, and the noise. Training passes the attribute `reasoning`, which a schedule may change
+                during the run. An evaluation passes the result of `eval_reasoning`.
             rng: Random numbers of the batch positions. They are needed for noise, dropout and exploration
                 (`sample_exploration`). LDT and Flow always need them.
 
