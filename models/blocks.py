@@ -19,9 +19,10 @@ class Block(nn.Module):
         h = rms_norm(h + mlp(h))
 
     mlp: MLP that is applied to each position. eps: Added to the mean square in each norm. self_attn:
-    Attention over the positions. conv: Convolution over the grid of cells. It replaces the attention, or is
-    added to it if both are passed. mlp_t: MLP along the axis of positions, in place of both. The norm after
-    it is also along this axis (arXiv 2510.04871, section 4.5).
+    Attention over the positions. conv: Convolution over the grid of cells. If self_attn is None, conv(h)
+    replaces self_attn(h). Otherwise, conv(h) is added to it. mlp_t: MLP along the axis of positions. It
+    replaces self_attn and conv. The norm after it is then over the positions, for each feature (arXiv
+    2510.04871, section 4.5).
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Level(nn.Module):
 
     `level(z, injection, *context)` applies the blocks to z + injection, and returns the new state in the
     shape of z. The injection is a tensor in this shape, or 0. Every block gets the arguments in `context`,
-    such as the table of rotary positions.
+    such as the result of `models.layers.rotary_table`.
 
     Attributes:
         layers: The blocks.
@@ -128,7 +129,7 @@ def block_weights(network: nn.Module) -> frozenset[str]:
 
 
 def cast_blocks_(network: nn.Module) -> None:
-    """Casts the weights of transformer blocks to the dtype of the network, in place.
+    """Casts the weights of transformer blocks to the dtype of activations, in place.
 
     This saves time in an evaluation, because a layer otherwise casts its weights in each call. Do not call it
     before training, which updates float32 weights.

@@ -26,7 +26,11 @@ State = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """The settings of a thinking step, which is one call of the model."""
+    """Settings with which a model is called, such as the cycles in a call.
+
+    A model is called several times on each puzzle. The settings also contain the largest number of calls, and
+    the standard deviations of noise. Training and an evaluation may use different settings.
+    """
 
     max_steps: int  # number of thinking steps after which a puzzle halts in any case
     # "max": No puzzle halts before max_steps. "act": Puzzles may halt before (models/halting.py).
@@ -70,11 +74,12 @@ class Prediction(NamedTuple):
     """The output of one call of a network. Some networks return more fields.
 
     Attributes:
-        logits: Logits of the token in each cell, [batch, seq_len, vocab] in the dtype of the activations.
+        logits: Logits of the answer, for each cell over all tokens, [batch, seq_len, vocab] in the dtype of
+            the activations.
         q_halt: Logit of the probability that the answer is right, float32 [batch].
-        q_continue: Logit of the value of one more call of the network, float32 [batch]. With
-            arch.no_ACT_continue=false, a puzzle halts if q_halt > q_continue. None if the network has no such
-            output.
+        q_continue: Logit of the probability that the answer will be right after more calls of the network,
+            float32 [batch]. With arch.no_ACT_continue=false, the model stops working on a puzzle if q_halt >
+            q_continue. None if the network has no such output.
     """
 
     logits: Tensor

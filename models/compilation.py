@@ -33,8 +33,9 @@ COMPILER_OPTIONS = {
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
     """Returns whether to compile the transformer blocks of a run.
 
-    choice: True, False or "auto". With "auto", the result is True if compiling saves more time than it takes.
-    num_steps: Number of training steps of the run, including those before a resume.
+    choice: True, False or "auto". With "auto", the result is True if the run is long enough for its device:
+    if faster steps save more time than compiling takes. num_steps: Number of training steps of the run,
+    including those before a resume.
     """
     return num_steps >= _STEPS_TO_PAY.get(device.type, float("inf")) if choice == "auto" else bool(choice)
 

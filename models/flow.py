@@ -52,19 +52,22 @@ from models.random import SlotRng
 class Flow(TokenNetwork):
     """The network of Looped Flows (arXiv 2609.11801). It turns noise into an answer.
 
-    Each call of the network reads a point x on a path from noise (time t = 0) to the right answer (t = 1),
-    and predicts the answer:
+    Each call of the network reads a point x on a path from noise x0 (time t = 0) to an answer (t = 1), and
+    predicts the right answer:
 
-        e = embedded puzzle + sqrt(hidden_size) W_x x (at the cells) + time_mlp(t)
+        e = embedded puzzle + sqrt(hidden_size) x @ W_x (at the cells) + time_mlp(t)
         H_cycles times:
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = L(z_H, z_L)
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    x is [batch, cells, vocab]. W_x is a learned matrix, and time_mlp a small MLP. z_H and z_L are hidden
-    states, [batch, positions, hidden]. L(z, y) applies a stack of transformer blocks to z + y. q_continue is
-    ignored.
+    x is [batch, cells, vocab]. In training, x is by default (1 - t) x0 + t * (right answer, one-hot) at a
+    random time t. In an evaluation, x starts as x0, and each call moves it towards the predicted answer.
+
+    W_x is a learned matrix, and time_mlp a small MLP. z_H and z_L are hidden states, [batch, positions,
+    hidden]. L(z, y) applies a stack of transformer blocks to z + y. The same calls as in `models.trm.TRM`
+    have gradient. q_continue is ignored.
     """
 
     is_random = True

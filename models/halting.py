@@ -63,12 +63,16 @@ def sample_exploration(
 ) -> dict[str, np.ndarray]:
     """Samples how many model calls each puzzle must have had before it may halt.
 
-    Returns {"min_steps": int32 [batch_size]} for one training step. In this step, a puzzle does not halt if
-    it has had fewer calls of the model. With probability arch.halt_exploration_prob, the number is uniform
-    from 2 to reasoning.max_steps. Otherwise, it is 0. Returns {} if it would have no effect. Runs on the
-    host.
+    A puzzle halts if the model stops working on it. To explore, training sometimes continues with a puzzle on
+    which the model would stop.
+
+    Returns {"min_steps": int32 [batch_size]} for one training step. If a puzzle has had fewer calls of the
+    model, it does not halt in this step. With probability arch.halt_exploration_prob, the number is uniform
+    from 2 to reasoning.max_steps. Otherwise, it is 0. If arch.halt_exploration_prob is 0 or
+    reasoning.max_steps is 1, returns {}. Runs on the host.
 
     step: Number of the training step. batch_size: Size of the global batch. All numbers depend on it.
+    reasoning: Settings of the model's calls in training.
     """
     if not arch.halt_exploration_prob or reasoning.max_steps == 1:
         return {}
@@ -81,12 +85,14 @@ def sample_exploration(
 class HaltingModel(nn.Module):
     """A network, and the rule that decides how often it is called on each puzzle.
 
-    Each call of the model calls the network once on a batch of puzzles, and decides which puzzles halt. A
-    puzzle that halts is finished. `refill` then replaces it by another puzzle.
+    A batch has a fixed number of positions, each with one puzzle. A call of the model calls the network once
+    on all puzzles of the batch. Then the rule decides which puzzles halt. A puzzle that halts is finished,
+    and `refill` puts another puzzle at its position.
 
     Attributes:
         network: The network, such as `models.trm.TRM`.
-        reasoning: Settings of calls in training. `eval_reasoning` returns those of an evaluation.
+        reasoning: Settings of the calls in training, such as the largest number of calls for each puzzle.
+            `eval_reasoning` returns the settings for an evaluation.
     """
 
     def __init__(self, network: Network):
@@ -96,10 +102,13 @@ class HaltingModel(nn.Module):
         self.reasoning = Reasoning.of_arch(arch, max_steps=arch.halt_max_steps, halting="act")
 
     def eval_reasoning(self, halting: Literal["max", "act"]) -> Reasoning:
-        """Returns the settings of the model's calls in an evaluation, such as their largest number.
+        """Returns the settings for an evaluation, such as the largest number of calls.
 
-        halting: If "max", every puzzle gets the largest number of calls. If "act", a puzzle may halt earlier.
-        For LDT, the result always has "act".
+        Pass the result to `refill` and to calls of the model. The largest number of calls applies to each
+        puzzle.
+
+        halting: If "max", every puzzle gets the largest number of calls. If "act", a puzzle may halt after
+        fewer calls. For LDT, the setting is always "act".
         """
         arch = self.network.arch
         max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
@@ -121,15 +130,17 @@ class HaltingModel(nn.Module):
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
-        """Replaces finished puzzles by new ones, puzzle i by puzzle i of `batch`.
+        """Replaces finished puzzles by new ones, at the same positions of the batch.
 
-        The other puzzles stay, with their state, and their positions in `batch` are not used.
+        The new puzzle at position i is puzzle i of `batch`. If the puzzle at position i is not finished, it
+        stays, and puzzle i of `batch` is not used.
 
         Args:
             carry: State of the batch after a call of the model. It does not change. Its field `halted` is
                 True for finished puzzles.
             batch: New puzzles, one for each batch position.
-            reasoning: Settings of calls of the model. Its init_noise makes the initial states random.
+            reasoning: Settings of the calls of the model. Its field init_noise is the standard deviation of
+                random initial states. If it is 0, they are not random.
             rng: Random numbers of the batch positions. If None, the initial states are not random.
 
         Returns:
@@ -144,16 +155,21 @@ class HaltingModel(nn.Module):
         return Carry(state, torch.where(halted, 0, carry.steps), torch.zeros_like(halted), data)
 
     def forward(self, carry: Carry, reasoning: Reasoning, rng: SlotRng | None = None) -> StepOutput:
-        """Calls the network once on every puzzle, and decides which are finished (halt).
+        """Calls the network once on every puzzle, and decides which puzzles are finished (halt).
 
         Args:
-            carry: State of the batch: the result of `refill`, or in evaluation also of the previous call.
-            reasoning: Settings of this call.
-            rng: Random numbers of the batch positions, needed for noise, dropout and exploration.
+            carry: State of the batch before the call. In training, pass the result of `refill`. In an
+                evaluation, pass the result of `refill` for the first call, and then the state that the
+                previous call returned.
+            reasoning: Settings, such as the largest number of calls for each puzzle, the number of cycles in
+                a call, and the noise. Training passes the attribute `reasoning`, which a schedule may change
+                during the run. An evaluation passes the result of `eval_reasoning`.
+            rng: Random numbers of the batch positions. They are needed for noise, dropout and exploration
+                (`sample_exploration`). LDT and Flow always need them.
 
         Returns:
-            The new state of the batch and the prediction. The field `halted` of the state is True for
-                finished puzzles.
+            (carry, prediction). `carry` is the state of the batch after the call, and its field `halted` is
+                True for finished puzzles. `prediction` contains the logits of the answers.
         """
         data, state = carry.data, with_step_noise(carry.state, reasoning, rng)
         state, prediction = self.network(
@@ -169,10 +185,12 @@ class HaltingModel(nn.Module):
     ) -> Tensor:
         """Returns which puzzles are finished (halt) after a call of the network: bool [batch].
 
-        The table in the docstring of this file lists the rules.
+        Every puzzle halts after reasoning.max_steps calls. With reasoning.halting="act", it may halt earlier.
+        The table in the docstring of this file lists the rules of each model.
 
         carry: State of the batch after the call. Its field `halted` is not read. prediction: Output of the
-        call. rng: Random numbers of this call. In training, they contain the result of `sample_exploration`.
+        call. rng: Random numbers of this call. In training, its field `arrays` contains the result of
+        `Network.sample_randomness`, such as the smallest number of calls for each puzzle.
         """
         is_last = carry.steps >= reasoning.max_steps
         if reasoning.halting == "max":

@@ -46,10 +46,12 @@ class Gate(nn.Module):
         return torch.where(log_D.isinf(), self.score(z), log_D)
 
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the result of a call to the weighted mean, and returns (state, log D).
+        """Adds the result of a call to the weighted mean. Returns (state, log D).
+
+        The returned values are those after the call.
 
         z: State before the call, [batch, positions, width]. new: Result of the call, in the same shape.
-        log_D: Value before the call, float32 [batch, positions].
+        log_D: log D before the call, float32 [batch, positions].
         """
         score, faded = self.score(new), log_D + F.logsigmoid(self.beta_logit)
         weight = torch.sigmoid(score - faded).to(z.dtype)[..., None]

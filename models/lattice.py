@@ -55,10 +55,10 @@ SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
 
 class Outputs(NamedTuple):
-    """The logits of the LDT network for boards, after each pass through its blocks.
+    """The logits of the LDT network for boards, after each loop.
 
-    A board is a puzzle in which each cell has some candidates, the values that are still possible. The
-    network passes through its blocks `loops` times.
+    A board is a puzzle in which each cell has some candidates, the values that are still possible. A loop is
+    one pass through the transformer blocks of the network.
 
     Attributes:
         keep: Logit that a value is the right one in a cell, float32 [batch, loops, cells, values].
@@ -78,7 +78,9 @@ class Outputs(NamedTuple):
 def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = None) -> State:
     """Returns the initial state of boards (puzzles with candidates for each cell).
 
-    Candidates are the possible values of a cell. The docstring of this file lists the tensors of the state.
+    Candidates are the values that a cell may still have. The state contains the tensors "alive" (candidates
+    now), "entered" (candidates at the start), "target" (solution for training), "outcome" and "guess" (of the
+    last move), and "answers" if `answers` is passed. The docstring of this file lists their shapes.
 
     entered: Candidates at the start, uint8 [batch, cells, values]. solution: One-hot solution, in the same
     shape. answers: All right answers of each puzzle as indices of values, int16 [batch, answers, cells], or
@@ -96,9 +98,12 @@ def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = Non
 def with_target(state: State) -> State:
     """Updates the training target of puzzles that have several right answers.
 
-    The target becomes the union of those answers that are still possible: each cell has the value of the
-    answer among its candidates. If no answer is possible, the target does not change. Returns a new state, or
-    `state` itself if each puzzle has only one answer.
+    Returns a new state. An answer is still possible if its value in every cell is a candidate of this cell.
+    In the new target, uint8 [batch, cells, values], an entry is 1 if a possible answer has this value in this
+    cell. If no answer of a puzzle is possible, its target does not change. If each puzzle has only one
+    answer, returns `state` itself.
+
+    state: Result of `start_boards` or `move`.
     """
     if "answers" not in state:
         return state
@@ -159,11 +164,17 @@ def move(
 ) -> State:
     """Removes unlikely candidates (possible values) from cells, and may guess a value.
 
-    Returns the new state. The docstring of this file describes the three parts of such a move.
+    Returns the new state. A move has three steps for each puzzle:
 
-    state: Puzzles, with the candidates of their cells. last: Logits from `Outputs.last`. arch, reasoning:
-    Thresholds and rules for guesses. in_search: True in an evaluation. The caller then restores the initial
-    candidates of puzzles that cannot be solved.
+    1. Remove the candidates with a low `keep` probability (`kills`).
+    2. If a cell has no candidate, or if the `conflict` probability is high, the outcome is CONTRADICTORY.
+       Otherwise, if every cell has one candidate, the outcome is SOLVED.
+    3. If there is no outcome, guess: choose a cell with several candidates, and one of these candidates.
+       Remove the other candidates of this cell.
+
+    state: Puzzles with their candidates, from `start_boards` or from the previous move. last: Logits from
+    `Outputs.last`. arch, reasoning: Thresholds for steps 1 and 2, and the rules for guesses. in_search: True
+    in an evaluation. The caller then restores the initial candidates of contradictory puzzles.
     """
     state = with_target(state)
     # 1. Remove candidates.
@@ -210,7 +221,8 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
     Candidates are the values that are still possible in a cell. A candidate is removed if its probability of
     being right is below arch.kill_threshold. Cells that had only one candidate at the start keep it.
 
-    keep: Logits of these probabilities, [batch, cells, values].
+    state: Puzzles with their candidates, from `start_boards` or from the previous move. keep: Logits of these
+    probabilities, [batch, cells, values].
     """
     is_open = ~given_cells(state)[..., None]
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & is_open
@@ -219,8 +231,10 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
 def leaves(state: State) -> Tensor:
     """Returns which puzzles are finished after `move` in training: bool [batch].
 
-    A puzzle is finished if every cell has one candidate (possible value), right or wrong. It is also finished
-    if the model predicts that a cell has lost its right value, and this is true.
+    A puzzle is finished in two cases:
+
+    - Every cell has one candidate (possible value), right or wrong.
+    - The network calls the puzzle contradictory, and some cell has in fact lost its right value.
 
     state: State after the move.
     """
@@ -231,7 +245,7 @@ def leaves(state: State) -> Tensor:
 def given_cells(state: State) -> Tensor:
     """Returns which cells had only one candidate (possible value) at the start.
 
-    The result is bool [batch, cells].
+    The result is bool [batch, cells]. state: Result of `start_boards` or `move`.
     """
     return state["entered"].sum(-1) == 1
 
@@ -239,8 +253,10 @@ def given_cells(state: State) -> Tensor:
 def is_lost(state: State) -> Tensor:
     """Returns which puzzles have a cell without any right candidate: bool [batch].
 
-    Candidates are the values that are still possible in a cell. In training, a call of the model only removes
-    candidates, so it cannot solve such a puzzle.
+    Candidates are the values that are still possible in a cell. state["target"] contains the right values. In
+    training, a call of the model only removes candidates, so it cannot solve such a puzzle.
+
+    state: Result of `start_boards` or `move`.
     """
     return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
 

@@ -144,8 +144,11 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
     """Reorders the rows of a fused query, key and value weight for `rotate_pairs`.
 
-    Returns a copy. weight: [3 * width, hidden], with the rows in the order for `rotate`. The rows of the
-    values keep their order.
+    For each head of the queries and keys, rows 0, 1, 2, ... of the result are rows 0, n, 1, n + 1, ... of the
+    weight, with n = head_dim / 2. The rows of the values keep their order. Returns a copy.
+
+    weight: [3 * num_heads * head_dim, hidden], the rows of queries, keys and values, each in the order for
+    `rotate`.
     """
     width, hidden = len(weight) // 3, weight.shape[1]
     qk, v = weight.split((2 * width, width))
@@ -181,14 +184,14 @@ def _is_faster_fused(q: Tensor) -> bool:
 class Dropout(NamedTuple):
     """A dropout (arXiv 1207.0580) that takes its random bits from given keys.
 
-    The zeros therefore do not depend on the number of ranks and micro-batches. A call takes a tensor [rows,
-    ...], in which each batch position has rows / batch consecutive rows.
+    The positions of the zeros therefore do not depend on the number of ranks and micro-batches. A call takes
+    a tensor [rows, ...], in which each batch position has rows / batch consecutive rows.
 
     Attributes:
         keys: A random key for each batch position, int64 [batch], for example from
             `models.random.sample_keys`.
         stream: Index of this dropout in the network. It gives each dropout different zeros.
-        probability: Probability that a value becomes 0. Other values are divided by 1 - probability.
+        probability: Probability that an element becomes 0. Other elements are divided by 1 - probability.
     """
 
     keys: Tensor
@@ -208,8 +211,8 @@ class Attention(nn.Module):
     position embeddings.
 
     head_dim: Width of a head. If None, hidden_size / num_heads. bias: Whether the projections have biases.
-    has_rotary: If False, the projection of the keys has no bias. It would have no effect without rotary
-    position embeddings.
+    has_rotary: If False, the projection of the keys never has a bias. Without rotary position embeddings,
+    such a bias would not change the attention weights.
     """
 
     def __init__(
@@ -264,7 +267,8 @@ class Convolution(Linear):
         num_columns: Number of columns of the grid. The positions fill the grid row by row.
         num_before: Number of positions before the grid, which contain the puzzle embedding.
     Attributes:
-        weight: Kernels, [hidden, hidden * 9]. Each pair of features has a 3x3 kernel, row by row.
+        weight: Kernels, [hidden, hidden * 9]. weight[o, 9 * i : 9 * i + 9] is the 3x3 kernel from input
+            feature i to output feature o, row by row.
     """
 
     def __init__(self, hidden_size: int, *, num_columns: int, num_before: int = 0):
@@ -297,9 +301,9 @@ class SwiGLU(nn.Module):
 
 
 def inner_width(width: int, expansion: float) -> int:
-    """Returns the inner width of a `SwiGLU`: 2/3 * expansion * width, rounded up.
+    """Returns 2/3 * expansion * width, rounded up to a multiple of 256.
 
-    The result is a multiple of 256.
+    It is the inner width of a `SwiGLU`.
     """
     return -(-round(expansion * width * 2 / 3) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 

@@ -75,10 +75,11 @@ class LDTPrediction(NamedTuple):
     candidates, and the call then changes them.
 
     Attributes:
-        logits: Logits of the answer, [batch, seq_len, vocab], from the candidates after the change.
-        q_halt: 5 if every cell has one candidate after the change, else -5, float32 [batch].
+        logits: Logits of the answer, [batch, seq_len, vocab], from the candidates after the call.
+        q_halt: 5 if every cell has one candidate after the call, else -5, float32 [batch].
         q_continue: Always None.
-        keep, digit, conflict: Logits of the network for the candidates before the change (`Outputs`).
+        keep, digit, conflict: Logits that the network computed from the candidates before the call.
+            `models.lattice.Outputs` describes them.
     """
 
     logits: Tensor
@@ -137,15 +138,16 @@ class LDT(Search):
             keep, digit = keep_head(h), digit_head(h)
             conflict = conflict_head(u at cls)
 
-    [ , ] concatenates along the positions. cls is a learned vector. All loops have gradient. The loss uses
-    the logits of all loops. The call uses those of the last loop.
+    [ , ] concatenates along the positions. cls is a learned vector. keep and digit are logits of each value
+    of each cell, and conflict is a logit of the board (`models.lattice.Outputs`). All loops have gradient.
+    The loss uses the logits of all loops. The call uses the logits of the last loop to change the board.
 
     Attributes:
         values: Tokens that occur in labels of the training data, int64 [values]. The axis "values" of boards
             and logits has this order.
         candidates: Labels that a cell may have, by its input token, uint8 [vocab, vocab]. Entry (i, j) is 1
             if a cell with input token i may have label j.
-        symmetries: Whether grids may be rotated, and whether values may be permuted, uint8 [2].
+        symmetries: Whether grids may be rotated and reflected, and whether values may be permuted, uint8 [2].
     """
 
     objective_class = BoardObjective
@@ -275,11 +277,11 @@ class LDT(Search):
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
         """Runs the network on boards (puzzles with candidates). Returns its logits after each loop.
 
-        If `rng` is passed, each board is first transformed by a random symmetry. Example: the grid is
-        rotated, and the values are permuted. The logits are transformed back.
+        If `rng` is passed, each board is first transformed by a random symmetry (`BoardSymmetry`). Example:
+        the grid is rotated, and the values are permuted. The logits are transformed back.
 
         alive: Candidates, uint8 [batch, cells, values]. loops: How often the data pass through the blocks.
-        dropout: Probability that a value is set to 0.
+        dropout: Dropout probability. If it is not 0, `rng` is needed.
         """
         num_boards, num_cells = alive.shape[:2]
         seen, sources, keys = alive, None, None

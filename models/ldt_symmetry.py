@@ -18,9 +18,12 @@ _HALF_TURNS = (0, 1, 4, 5)  # numbers of the symmetries that map rows to rows (`
 class BoardSymmetry(nn.Module):
     """Rotates or reflects the grids of puzzles at random, and permutes the values of cells.
 
-    A board, [cells, values], has a number for each possible value of each cell. Flattened, entry i of the
-    transformed board is entry sources[i] of the board. `sample` returns these indices for a batch of boards.
-    The module has no weights.
+    A board, [cells, values], contains a number for each value that a cell may have, in each cell of the grid.
+    A symmetry first moves cells: it rotates or reflects the grid. Then it permutes the values, in the same
+    way in all cells. Example: each 3 becomes a 7.
+
+    The module has no weights. `sample` samples a symmetry for each board of a batch, `transform` applies it,
+    and `transform_back` reverses it.
 
     Args:
         grid: Indices of the cells, [rows, columns].
@@ -37,9 +40,13 @@ class BoardSymmetry(nn.Module):
         self.register_buffer("turned_cells", cells, persistent=False)
 
     def sample(self, rng: SlotRng) -> Tensor:
-        """Samples a rotation or reflection, and a permutation of the values, for each puzzle.
+        """Samples a rotation or reflection, and a permutation of the values, for each board.
 
-        Returns indices for `transform`, int64 [batch, cells * values].
+        Returns int64 [batch, cells * values], the argument `sources` of `transform`. If a board and its
+        transformed copy are flattened to [cells * values], entry i of the copy is entry sources[i] of the
+        board.
+
+        rng: Random numbers, different for each board of the batch.
         """
         symmetry = rng.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(self.num_values, device=symmetry.device).expand(len(symmetry), -1)
@@ -50,18 +57,27 @@ class BoardSymmetry(nn.Module):
 
     @staticmethod
     def transform(boards: Tensor, sources: Tensor) -> Tensor:
-        """Rotates, reflects and permutes boards. Returns a tensor in the same shape.
+        """Rotates or reflects the grid of each board, and permutes the values of its cells.
 
-        boards: A number for each possible value of each cell, [batch, cells, values]. sources: Result of
+        The cells of a board move to other places of the grid. The numbers of a cell move along the axis of
+        values, in the same way in all cells of a board. The order of the boards in the batch does not change.
+        The result has the shape of `boards`.
+
+        boards: A number for each value of each cell, [batch, cells, values]. sources: For each entry of the
+        result, the index of the entry of the board that moves there, int64 [batch, cells * values], from
         `sample`.
         """
         return boards.flatten(1).gather(1, sources).view(boards.shape)
 
     @staticmethod
     def transform_back(outputs: Tensor, sources: Tensor) -> Tensor:
-        """Reverses `transform` for the outputs that a network computed from the result.
+        """Reverses `transform`, for tensors that a network computed from transformed boards.
 
-        outputs: [batch, loops, cells, values]. sources: Result of `sample`.
+        The cells move back to their places, and the values to their old order. The result has the shape of
+        `outputs`.
+
+        outputs: A number for each value of each cell, [batch, loops, cells, values]. sources: The tensor that
+        was passed to `transform`, int64 [batch, cells * values].
         """
         targets = sources[:, None].expand(-1, outputs.shape[1], -1)
         zeros = torch.zeros_like(targets, dtype=outputs.dtype)

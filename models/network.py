@@ -43,7 +43,7 @@ class Network(nn.Module):
         is_random: Whether every evaluation needs random numbers.
         boards_per_slot: Number of puzzles that a batch position stores in training. Each training step works
             on one of them.
-        num_answers: Number of right answers of a puzzle that training reads. 1: only the label.
+        num_answers: Largest number of right answers of a puzzle that training uses. If 1, it uses the label.
         dtype: Dtype of activations and hidden states.
         puzzle_emb: Table of puzzle embeddings. None if the network has none.
     """
@@ -126,7 +126,8 @@ class Network(nn.Module):
         `forward` can read the numbers of its puzzles from `SlotRng.arrays`. By default, the only array is
         "min_steps" of `sample_exploration`: how many calls each puzzle must have had before it may halt.
 
-        step: Number of the training step. batch_size: Size of the global batch.
+        step: Number of the training step. batch_size: Size of the global batch. reasoning: Settings of the
+        model's calls in training, such as the largest number of calls for each puzzle.
         """
         return sample_exploration(self.arch, seed=seed, step=step, batch_size=batch_size, reasoning=reasoning)
 

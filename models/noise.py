@@ -27,11 +27,12 @@ def perturbed(
     """Returns a function that calls a stack of blocks, and adds damping and noise.
 
     The function takes (z, injection), and calls level(z, injection, *context), then `perturb`. Without
-    damping and noise, it only calls `level`. Create a new function in each call of the network.
+    damping and noise, it only calls `level`. It counts its calls, so that each of them gets different noise.
+    Create a new function in each call of the network, so that the count starts from 0.
 
     Args:
         level: Stack of blocks. It gets the hidden state z, and a tensor to add to it.
-        reasoning: Settings, with damping and state_noise.
+        reasoning: Settings. Their fields damping and state_noise are the arguments of `perturb`.
         rng: Random numbers of this call of the network.
         context: Further arguments of `level`.
         name: Name of the stack. Stacks with different names get different noise.
@@ -53,8 +54,9 @@ def perturbed(
 def perturb(z: Tensor, new: Tensor, reasoning: Reasoning, rng: SlotRng | None, *, use: str) -> Tensor:
     """Returns z + damping * (new - z), plus normal noise of standard deviation state_noise.
 
-    z: Hidden state before a call of a stack of blocks. new: Result of the call. reasoning: Settings, with
-    damping and state_noise. use: Any text, such as "L 0". Different texts give independent noise.
+    z: Hidden state before a call of a stack of blocks. new: Result of the call. reasoning: Settings, with the
+    numbers damping and state_noise. rng: Random numbers, needed if state_noise is not 0. use: Any text, such
+    as "L 0". Different texts give independent noise.
     """
     if reasoning.damping != 1:
         new = torch.lerp(z, new, reasoning.damping)

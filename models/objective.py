@@ -69,8 +69,10 @@ class Objective:
     q_halt is the logit of the probability that the answer is right.
 
     Attributes:
-        metrics: Metrics of an evaluation, {metric: name of the sum that divides it, or None}. `sums` returns
-            the sums. Training logs those metrics for which `losses` returns a sum.
+        metrics: Metrics of an evaluation, {metric: name of the sum that divides it, or None}. Example:
+            "exact_accuracy": "count" divides the number of right answers by the number of puzzles. The method
+            `sums` returns both of these sums. Training also logs these metrics if `losses` returns their
+            sums.
         training_metrics: Metrics of training only, in the same form. `losses` returns their sums.
     """
 
@@ -122,12 +124,12 @@ class Objective:
             network: The network. It may be called again to compute training targets.
             before: State of the batch before the call of the model, from `HaltingModel.refill`.
             output: Result of the call of the model.
-            divisors: "slots", and the counts from the method `divisors`.
-            reasoning: Settings of the call of the model.
+            divisors: {name: count}. It contains "slots", and the counts that the method `divisors` returns.
+            reasoning: Settings of the call of the model, such as the number of cycles.
             rng: Random numbers of the batch positions.
 
         Returns:
-            The loss, a scalar tensor, and {metric: scalar tensor}.
+            The loss, a scalar tensor, and {metric or divisor of a metric: scalar tensor}.
         """
         targets = self.continue_targets(network, before, output, reasoning, rng)
         losses, sums = self._losses_and_sums(output, targets, label_smoothing=self.loss.label_smoothing)
@@ -141,9 +143,11 @@ class Objective:
     def sums(self, output: StepOutput) -> Sums:
         """Returns the sums of the metrics of an evaluation over a batch: {name: scalar tensor}.
 
-        Losses are computed without label smoothing. Most other metrics count only puzzles that have halted.
+        Losses are computed without label smoothing, and summed over all puzzles with labels. The other sums
+        that `metrics` needs contain only puzzles with labels that have halted (on which the model has stopped
+        working).
 
-        output: Final answers to puzzles.
+        output: Result of the last call of the model on each puzzle.
         """
         return self._losses_and_sums(output, [], label_smoothing=0.0)[1]
 
@@ -193,13 +197,21 @@ class Objective:
     ) -> list[ContinueTarget]:
         """Returns the training targets of the network's output q_continue.
 
-        The result is a list of (logits, targets, mask), each [batch]. The mask selects the puzzles that have
-        a target. q_continue is the value of one more call of the network on a puzzle. Its target is
-        sigmoid(max(q_halt, q_continue)) after one more call (arXiv 2506.21734, section 2). For a puzzle that
-        has already had max_steps calls, it is sigmoid(q_halt) (arXiv 2407.04811).
+        q_continue is the logit of the probability that the answer will be right after more calls of the
+        network. Its target is sigmoid(max(q_halt, q_continue)) after one more call (arXiv 2506.21734, section
+        2). For a puzzle that has already had max_steps calls, the target is sigmoid(q_halt) after one more
+        call (arXiv 2407.04811).
 
-        Returns [] if q_continue is not trained: with no_ACT_continue=true, or if max_steps is 1. The
-        arguments are those of `losses`.
+        The result is a list of (logits, targets, mask), each [batch]. The mask selects the puzzles that have
+        a target.
+
+        - With arch.q_target=exact, the list has one entry, for q_continue of this call.
+        - With q_target=deferred, the first entry is for q_continue of the previous call, because this call
+          gives its targets. If puzzles halt in this call, the second entry is for their q_continue of this
+          call.
+        - If q_continue is not trained (no_ACT_continue=true, or max_steps is 1), the list is empty.
+
+        The arguments are those of `losses`.
         """
         if reasoning.max_steps == 1 or self.arch.no_ACT_continue:
             return []
@@ -316,7 +328,8 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tens
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
     """Returns the names of the sums from which `divide` computes metrics.
 
-    The names of the metrics come first, then the names of their divisors, without "slots".
+    The names of the metrics come first, then the names of their divisors. "slots" is left out. Example:
+    ("count", "recall", "bad") for {"count": None, "recall": "bad"}.
 
     metrics: {metric: name of the sum that divides it, or None}.
     """
@@ -325,12 +338,12 @@ def sum_names(metrics: Metrics) -> tuple[str, ...]:
 
 
 def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[str, float]:
-    """Divides each metric sum by its divisor. Returns {metric: value}.
+    """Divides the sum of each metric by its divisor. Returns {metric: value}.
 
-    A metric with divisor None is not divided. Metrics with the divisor 0 are left out, and sums of 0 without
-    a divisor.
+    If the divisor of a metric is None, the value is the sum itself, and is left out if it is 0. Other metrics
+    are left out if their divisor is 0. Metrics without a sum are left out.
 
-    sums: {name: sum over ranks and steps}. metrics: {metric: name of the sum that divides it, or None}.
+    sums: {metric or divisor: sum over ranks and steps}. metrics: {metric: name of its divisor, or None}.
     slots: Value of the divisor "slots". In training, it is the global batch size times the number of steps.
     """
     divisors = {**sums, "slots": slots}

@@ -37,8 +37,8 @@ STD_AFTER_CUT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * 
 def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
     """Returns uniform random numbers in [0, 1) for a training step: float64 [count].
 
-    The same seed and step give the same numbers. With a smaller `count`, the result is the beginning of the
-    result with a larger one. Runs on the host.
+    The same seed and step (number of the training step) give the same numbers. With a smaller `count`, the
+    result is the beginning of the result with a larger one. Runs on the host.
     """
     generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
@@ -70,12 +70,12 @@ def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) -> tuple[Tensor, ...]:
-    """Computes the random number generator Philox4x32-10 (doi 10.1145/2063384.2063405).
+    """Computes random integers with the generator Philox4x32-10 (doi 10.1145/2063384.2063405).
 
-    Returns four int64 tensors of random integers below 2**32. The same arguments give the same result.
+    Returns four int64 tensors of integers below 2**32. The same arguments give the same result.
 
-    counter: Four tensors of integers below 2**32. key: Two such tensors or integers. All of them are
-    broadcast.
+    counter: Four tensors of integers below 2**32. key: Two such tensors, or two integers below 2**32. Counter
+    and key are broadcast.
     """
     # Products of up to 2**64 may make int64 values negative. This is harmless, because only their lower and
     # upper 32 bits are used.

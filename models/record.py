@@ -19,16 +19,19 @@ from models.network import Network
 class Call(NamedTuple):
     """A recorded call of a module, or a recorded value of a hidden state.
 
+    A module is called once or several times in each call of the network.
+
     Attributes:
         name: Name of the module in the network, such as "L_level.layers.0.mlp", or of the state, such as
             "z_H".
         output: Copy of the output of the module, or of the state, [batch, positions, hidden].
-        steps: Number of the call of the network on each puzzle, from 1, int32 [batch].
+        steps: How many calls of the network each puzzle has had, with this one, int32 [batch].
         rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding.
-        cycle: Number of the H cycle (outer loop) in the call of the network, from 1. 1 if the model has no H
+        cycle: Index, from 1, of the H cycle (outer loop) in the call of the network. 1 if the model has no H
             cycles.
-        call: Number of the call of a stack of blocks in the cycle, from 1. All stacks are counted together.
-            If the module is not in a stack, the number of the previous call of a stack, or 0.
+        call: Index, from 1, of the call of a stack of blocks in the cycle. Calls of all stacks are counted
+            together. If the module is not in a stack, it is the index of the previous call of a stack, or 0
+            if there was none.
         network: The network. `network.answer(output)` applies its output layers to the state z_H.
     """
 
@@ -42,9 +45,9 @@ class Call(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Returns the number of the call of the network, from 1.
+        """Returns how many calls of the network the puzzles have had, with this one.
 
-        Raises ValueError if it differs among the puzzles of the batch, as with halting=act.
+        Raises ValueError if the number differs among the puzzles of the batch, as with halting=act.
         """
         if (self.steps != self.steps[0]).any():
             raise ValueError(

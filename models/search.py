@@ -18,9 +18,9 @@ class SearchView(NamedTuple):
     """What a search knows about each puzzle after a step, for display.
 
     Attributes:
-        candidates: Tokens that are still possible in each cell, bool [batch, seq_len, vocab].
-        guess: Cell in which the last step guessed a value, int16 [batch]. NO_GUESS (-1) if it did not guess.
-            RESET (-2) if it restored the initial candidates.
+        candidates: Which tokens are still possible in each cell, bool [batch, seq_len, vocab].
+        guess: Index of the cell in which the last step guessed a token, int16 [batch]. NO_GUESS (-1) if it
+            did not guess. RESET (-2) if it restored the initial candidates.
     """
 
     candidates: Tensor
@@ -34,11 +34,12 @@ class Search(Network):
     """The base class of networks that search for an answer in an evaluation.
 
     Each call of the network is one step of the search. If the search finds no answer within the largest
-    number of calls, the puzzle is undecided. If several samples of a puzzle run, the answer is that of the
-    first one to finish. Every call needs random numbers (`SlotRng`).
+    number of calls, the puzzle is undecided. An evaluation may run several searches on one puzzle, with
+    different random numbers. The answer is then that of the search that finishes first. Every call needs
+    random numbers (`SlotRng`).
 
     Attributes:
-        of_data: Names of the tensors in a checkpoint that describe the training data.
+        of_data: Names of the tensors in a checkpoint that describe the training data, such as "candidates".
     """
 
     is_search: ClassVar[bool] = True
@@ -48,6 +49,9 @@ class Search(Network):
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
         """Adds facts about the training data to the metadata of a dataset. Returns a copy.
+
+        Example: which labels a cell may have, by its input token. The files of a dataset do not contain these
+        facts, but the network needs them.
 
         weights: State dict of a trained network. The tensors with names in `of_data` contain the facts.
         """
@@ -61,5 +65,8 @@ class Search(Network):
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Returns the constants that a web page needs to run the search, as JSON values."""
+        """Returns the constants that a web page needs to run the search.
+
+        The result is {name: value}, with values for JSON. Example: {"kill_threshold": 0.1}.
+        """
         raise NotImplementedError

@@ -171,15 +171,16 @@ class SERRM(Network):
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
         """Returns the embedded puzzle, [batch, symbols, positions, hidden].
 
-        For a cell that contains symbol s, entry s is sqrt(symbols) * (learned vector of s), and the entries
-        of all other symbols are 0. Then the embeddings of positions and puzzle are added, if the config has
-        them.
+        The positions are the cells, then `add_tokens` learned positions. If a cell contains symbol s, its
+        vector for s is sqrt(symbols) * (learned vector of s), and its vectors for all other symbols are 0.
+        Then embeddings of the cell's position and of the puzzle are added, if the config has them.
 
         The puzzle embedding has hidden + symbols numbers. The first part is a vector that is added for every
-        symbol and cell. The second part has a number for each symbol, which is added to all hidden entries of
-        the symbol.
+        symbol and cell. The second part has a number for each symbol, which is added to all features of its
+        vectors.
 
-        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
+        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: Number of the puzzle embedding of each
+        puzzle, int32 [batch].
         """
         if self.is_equivariant:
             symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)

@@ -18,8 +18,8 @@ from models.random import SlotRng
 class Transformer(TokenNetwork):
     """A transformer that answers in one forward pass, without a hidden state between calls.
 
-    It is a stack of `num_layers` blocks, followed by the output layers. Checkpoints contain the buffers
-    H_init and L_init, which the network does not use.
+    It is a stack of `num_layers` blocks, followed by the output layers. The buffers H_init and L_init are in
+    its checkpoints, but have no effect.
     """
 
     def __init__(self, arch: TransformerConfig, metadata: Metadata):

@@ -35,15 +35,16 @@ class Average:
     def update(self, steps: range) -> None:
         """Adds the current weights to the averages, once for each training step in `steps`.
 
-        steps: Numbers of consecutive training steps, from 1. Usually only one. With local_steps > 1, ranks
-        train separately, and merge their weights every few steps. The merged weights then count for all these
-        steps.
+        steps: Numbers of consecutive training steps, from 1, or an empty range. Usually it is only one step.
+        With local_steps > 1, ranks train separately, and merge their weights every few steps. The merged
+        weights then count for all steps since the previous merge.
         """
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Adds the current values of some puzzle embeddings to their averages.
+        """Brings the moving averages of some puzzle embeddings up to date before they change.
 
-        Call it before training step `step` (from 1) changes these embeddings.
+        The averages then include the current embeddings for all training steps before `step`. Call it before
+        training step `step` (from 1) changes the embeddings.
 
         identifiers: Numbers of the embeddings, int64 [n].
         """
@@ -68,9 +69,10 @@ class Average:
         return {}
 
     def tensors(self) -> Tensors:
-        """Returns the tensors that a checkpoint contains, {name: tensor or shard}.
+        """Returns the tensors of this object for a checkpoint, as {name: tensor or shard}.
 
-        Loading a checkpoint overwrites them in place.
+        Loading a checkpoint overwrites these tensors in place. A shard is the part of a tensor that this rank
+        holds.
         """
         return {}
 
@@ -78,7 +80,8 @@ class Average:
 class DenseAverage(Average):
     """The moving average (EMA) of all weights except puzzle embeddings, in float32.
 
-    Each rank holds the averages of some of the weights, on the device of the weights.
+    If ranks divide the work, each rank holds only the averages of some of the weights. The averages are on
+    the device of the weights.
 
     flats: Objects that each store the values of many weights in one tensor. rate: Factor of the old average
     in each step, close to 1. corrects_bias: If True, the initial weights have no influence on the average.
@@ -145,10 +148,11 @@ def build_average(
 ) -> Average:
     """Creates the moving average (EMA) of all weights except puzzle embeddings.
 
-    If config.ema is None, its methods do nothing. Warns if the run is too short for the average.
+    If config.ema is None, the methods of the result do nothing. Warns if the average will still contain much
+    of the initial weights when training ends.
 
     flats: Objects that each store the values of many weights in one tensor. total_steps: Number of training
-    steps of the run. None if unknown.
+    steps of the run. If None, it is unknown, and there is no warning.
     """
     if config.ema is None:
         return Average()

@@ -36,8 +36,9 @@ def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> di
 def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
     """Returns the highest value of each learning rate: {"lr": ..., "puzzle_emb_lr": ...}.
 
-    The values of the config are scaled to the global batch size. config.lr_scaling selects how: "none",
-    "linear" (arXiv 1706.02677) or "sqrt" (for optimizers like Adam, arXiv 2205.10287).
+    Each value of the config is multiplied by a factor. With the ratio r = global_batch_size /
+    lr_reference_batch_size, config.lr_scaling selects the factor: "none" is 1, "linear" is r (arXiv
+    1706.02677), and "sqrt" is the square root of r (for optimizers like Adam, arXiv 2205.10287).
     """
     ratio = config.global_batch_size / config.lr_reference_batch_size
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[config.lr_scaling]

@@ -77,11 +77,12 @@ def _accelerated(gradient: Tensor, momentum: Tensor) -> Tensor:
 class CutMuon(torch.optim.Optimizer):
     """The Muon optimizer for matrices that ranks divide among them (tensor parallelism).
 
-    For each matrix, one rank gathers the update from all ranks, orthogonalizes it, and sends its parts back.
-    All ranks call `step`.
+    For each matrix, one rank gathers the parts of the update from all ranks, orthogonalizes the full update,
+    and sends each rank its part. The ranks take turns. All ranks call `step`.
 
-    matrices: {name: part of the matrix on this rank}. cuts: {name: description of this part}. ranks: Group of
-    the ranks that divide the matrices. dtype: Dtype of the orthogonalization.
+    matrices: {name: part of the matrix on this rank}. cuts: {name: `Cut`, which says where this part is in
+    the full matrix}. ranks: Group of the ranks that divide the matrices. dtype: Dtype of the
+    orthogonalization.
     """
 
     def __init__(

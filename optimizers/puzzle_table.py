@@ -53,8 +53,9 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Sums the gradients of each puzzle embedding, but keeps repeated identifiers.
 
-    Returns (sorted identifiers [n], sums [n, ndim]). Equal identifiers have the same sum. Sums are float64.
-    No shape depends on values, so the host does not wait for the GPU.
+    Returns (identifiers [n], sums [n, ndim]), with the identifiers in ascending order. Each repeat of an
+    identifier has the same sum. Sums are float64. No shape depends on values, so the host does not wait for
+    the GPU.
 
     identifiers: Number of the embedding of each gradient, [n]. gradients: [n, ndim].
     """
@@ -106,13 +107,17 @@ class PuzzleTable:
     def update_(self, lr: float) -> None:
         """Updates the puzzle embeddings that this training step used. Does not communicate.
 
-        It first adds their old values to the moving average. lr: Learning rate.
+        Call `reduce` or `keep_own` first. Before the update, the old embeddings are added to the moving
+        average.
+
+        lr: Learning rate.
         """
 
     def merge(self, *, step: int) -> None:
         """Makes the puzzle embeddings equal on all ranks. All ranks call it.
 
-        Call it every few steps if ranks train separately (local_steps > 1).
+        Call it every few steps if ranks train separately (local_steps > 1). If some ranks have changed an
+        embedding since the last call, it becomes the mean of its values on these ranks.
 
         step: Number of the first training step after the last call.
         """
@@ -124,9 +129,10 @@ class PuzzleTable:
         """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """Overwrites puzzle embeddings that ranks divide among them with those of rank 0.
+        """Overwrites the puzzle embeddings of all ranks with those in `weights` of rank 0.
 
-        If every rank holds all embeddings, it does nothing. All ranks call it.
+        It does so only if each rank holds a part of the embeddings. If every rank holds all of them, it does
+        nothing. All ranks call it.
 
         weights: On rank 0, {name: full weight}, with all embeddings. On other ranks, {}.
         """
@@ -148,8 +154,8 @@ class _Table(PuzzleTable):
 
     - `_identifiers_of(rows)`: converts row numbers on this rank to row numbers in the full table.
     - `owned_weights()`: returns a view of the rows that this rank owns.
-    - `all_gather_owned(owned)`: gets a value for each row that this rank owns, and returns the values of all
-      rows that it holds. All ranks call it.
+    - `all_gather_owned(owned)`: `owned` is a tensor with one row for each row that this rank owns, such as
+      the moving averages. Returns a tensor with one row for each row that this rank holds. All ranks call it.
 
     embedding: Module with the rows on this rank, [rows, ndim]. num_rows: Number of rows of the full table.
     """
@@ -173,7 +179,8 @@ class Replicated(_Table):
     The rows are equal on all ranks after each step. With local_steps > 1, ranks train separately, and the
     rows are equal after each `merge`.
 
-    slot_counts: Batch size of each rank.
+    embedding: Module with the rows, [num_rows, ndim]. slot_counts: Number of puzzles that each rank works on
+    in a training step, one entry for each of `ranks`.
     """
 
     def __init__(
@@ -303,8 +310,9 @@ def build_table(
 ) -> PuzzleTable:
     """Creates the table of puzzle embeddings that the config selects.
 
-    embedding: Module with the embeddings. If None, the methods of the result do nothing. num_rows: Number of
-    embeddings on all ranks together. ranks: Group of the ranks that divide the batch.
+    embedding: Module with the embeddings on this rank. If None, the methods of the result do nothing.
+    num_rows: Number of puzzle identifiers, of which each has one embedding. ranks: Group of the ranks that
+    divide the batch.
     """
     if embedding is None:
         return PuzzleTable()

@@ -24,7 +24,8 @@ SCALARS = ("loss", "grad_norm", "stop")
 class AdamW(torch.optim.AdamW):
     """The fused AdamW of torch (arXiv 1711.05101), with all of its `state` from the start.
 
-    A checkpoint is loaded into these tensors. Parameters without a gradient do not change.
+    The constructor creates the `state`, because a checkpoint is loaded into these tensors. Parameters without
+    a gradient do not change.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class ParameterGroup(NamedTuple):
     Attributes:
         names: Names of the weights. They have the same weight decay.
         optimizer: The optimizer.
-        flat: Object that stores the values of these weights in one tensor, and their gradients in another.
+        flat: Object that stores the values of many weights in one tensor, and their gradients in another. It
+            contains the weights `names`, and may contain others.
     """
 
     names: tuple[str, ...]
@@ -60,13 +62,14 @@ class Weights:
         flats: Objects that each store the values of many weights in one tensor, and their gradients in
             another. Usually there is one. With pipeline or tensor parallelism there are two: one for the
             weights outside of transformer blocks, and one for this rank's part of the blocks.
-        groups: Optimizers, with the names of the weights that they update.
-        owned: Weights that this rank updates, {name: tensor or shard}.
+        groups: Pairs of an optimizer and the names of the weights that it updates (`ParameterGroup`).
+        owned: Weights that this rank updates, {name: tensor or shard}. A shard is a part of a weight.
         scalars: Numbers that are sent together with the gradients, such as the loss.
-        remote_names: Names of weights that are only on other pipeline stages.
+        remote_names: Names of the weights that only other pipeline stages hold.
     Args:
         shapes: {name: shape} of all weights of the model.
-        holders: Ranks that together hold every block once.
+        holders: Group of the ranks that share one copy of the model (pipeline and tensor parallelism), with
+            this rank. Together, they hold every element of the transformer blocks once.
     """
 
     def __init__(
@@ -126,7 +129,8 @@ class Weights:
         """Returns the weights for a checkpoint, as {name: tensor or shard}.
 
         A shard is the part of a weight that this rank holds. It has 0 elements if this rank does not hold the
-        weight. The result has all names of the model. Weights are in the dtype of the optimizer (float32).
+        weight. The result contains all weights of the model, except puzzle embeddings. Weights are in the
+        dtype of the optimizer (float32).
         """
         tensors = self.owned | self._absent
         for flat in self.flats:
@@ -135,12 +139,11 @@ class Weights:
         return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites the shards of weights on every rank with the weights of rank 0.
+        """Overwrites the weights that ranks divide into shards with the weights of rank 0.
 
-        All ranks call it. Weights that are not divided into shards do not change.
+        All ranks of `ranks` call it. Weights that are not divided into shards do not change.
 
-        full_copies: On rank 0, {name: full weight}. On other ranks, {}. ranks: Group of the ranks that take
-        part.
+        full_copies: On rank 0, {name: full weight}. On other ranks, {}. ranks: Group of all ranks of the run.
         """
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
@@ -151,8 +154,9 @@ class Weights:
     def moments(self) -> Tensors:
         """Returns the optimizer state for a checkpoint, as {name: tensor or shard}.
 
-        A name consists of the name of the state and that of the weight. Example:
-        "first_moment.lm_head.weight". The result contains only weights that this rank updates.
+        A name joins the name of a state tensor and the name of its weight. Example:
+        "first_moment.lm_head.weight". The result contains only the state of the weights that this rank
+        updates.
         """
         moments: Tensors = {}
         for group in self.groups:
@@ -182,10 +186,10 @@ def build_flats(
     """Moves the weights of a network into a few large tensors. All ranks call it.
 
     Returns one object for all weights. With pipeline or tensor parallelism, returns two: one for the weights
-    outside of transformer blocks, and one for the weights of blocks.
+    outside of transformer blocks, and one for the weights of blocks on this rank.
 
-    mesh: Process groups of this rank. blocks: Names of the weights in transformer blocks. cuts: For each
-    weight that tensor-parallel ranks divide, the part that this rank holds.
+    mesh: Process groups of this rank. blocks: Names of the weights in transformer blocks. cuts: {name: part
+    of the weight that this rank holds}, for each weight that tensor-parallel ranks divide. Otherwise {}.
     """
     parameters = dict(network.named_parameters())
     matrices = [name for name in blocks if parameters[name].ndim == 2]
@@ -226,12 +230,18 @@ def build_weights(
     """Creates the optimizers for the weights that this rank updates.
 
     Optimizers must create all of their `state` in the constructor, because a checkpoint is loaded into these
-    tensors. An optimizer from a plugin may get shards of weights, float32 [n], so it must update each element
-    independently.
+    tensors. An optimizer from a plugin (a Python file of the user) may get shards of weights, float32 [n], so
+    it must update each element independently.
 
-    flats: Results of `build_flats`. shapes: {name: shape} of all weights of the model. If None, all are in
-    `flats`. holders: Ranks that together hold every block once. tensor: Ranks that divide matrices (tensor
-    parallelism). compiler_options: Options of torch.compile for AdamATan2. If None, it is not compiled.
+    Args:
+        flats: Results of `build_flats`: objects that each store the values of many weights in one tensor.
+        shapes: {name: shape} of all weights of the model. If None, all weights are in `flats`.
+        holders: Group of the ranks that share one copy of the model (pipeline and tensor parallelism), with
+            this rank. Together, they hold every element of the transformer blocks once. `Weights.clip_` sums
+            over this group to get the gradient norm. By default, only this rank.
+        tensor: Group of the ranks that divide each matrix (tensor parallelism), with this rank. By default,
+            only this rank.
+        compiler_options: Options of torch.compile for AdamATan2. If None, it is not compiled.
     """
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
     here = {name: tuple(parameter.shape) for flat in flats for name, parameter in flat.parameters.items()}
