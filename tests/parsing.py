@@ -1,4 +1,4 @@
-"""Hydra parses files of config/ and its own again for every config, a third of its time. Tests parse each once."""
+"""Hydra parses files of config/ and its own again for every config. Tests parse each file once."""
 
 import copy
 import functools
