@@ -48,9 +48,9 @@ for schema, words in (
     sys.argv = ["program", *words]
     compose_config(schema)
 
-# A process counts the operations of a model for as long as it trains ten steps, so what one has counted stands in a
-# file that all of them share.
-_counted, _flops = tempfile.TemporaryFile("a+b", buffering=0), StepCounter.flops
+# To count the operations of a model takes as long as ten steps. Processes read what another one has counted.
+_counted = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115
+_flops = StepCounter.flops
 
 
 def _count_once(self, reasoning, *, trains=False):
