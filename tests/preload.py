@@ -57,8 +57,10 @@ def _count_once(self, reasoning, *, trains=False):
     network = self.model.network
     sizes = [(*each.shape, each.requires_grad) for each in network.parameters()]
     key = f"{network.arch} {sizes} {self._seq_len} {reasoning} {trains}"
-    lines = os.pread(_counted.fileno(), os.fstat(_counted.fileno()).st_size, 0).splitlines()
-    known = dict(map(json.loads, lines))
+    text = os.pread(_counted.fileno(), os.fstat(_counted.fileno()).st_size, 0)
+    known = dict(
+        map(json.loads, text.rpartition(b"\n")[0].splitlines())
+    )  # the last line may not be whole yet
     if key not in known:
         known[key] = _flops(self, reasoning, trains=trains)
         _counted.write(json.dumps([key, known[key]]).encode() + b"\n")
