@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             quick += module
     slow = [module for *_, module in sorted(slow, key=lambda each: each[:2])]
     shares = [list(itertools.chain(*slow[worker::num_workers])) for worker in range(num_workers)]
-    quick.sort(key=lambda item: vars(item.module).keys().isdisjoint(("run_ranks", "run_program")))
+    quick.sort(key=lambda item: vars(item.module).keys().isdisjoint(("run_ranks", "run_program", "_server")))
     rest = iter(quick)
     for share in shares:
         share += itertools.islice(rest, max(0, len(items) // num_workers - len(share)))
