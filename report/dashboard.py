@@ -15,7 +15,6 @@ from config.architecture import architectures
 from report.run import other_metrics
 from runtime.command_line import OneLineParser, one_line_errors
 from training.loggers import PICTURES
-from training.loggers.wandb import has_wandb_login
 
 _SET = "(eval|eval_raw|test|validation)/[^/]+"
 # {section: {title of a panel: regular expression for the full names of its metrics}} (docs/metrics.md).
@@ -127,6 +126,8 @@ def _outline(workspace: Any) -> None:
 
 def _save(workspace: Any) -> None:
     import wandb
+
+    from training.loggers.wandb import has_wandb_login
 
     if not has_wandb_login():
         raise ValueError("not logged in to W&B. Run wandb login, or set WANDB_API_KEY.")

@@ -26,7 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lets every worker of pytest-xdist start with modules that have slow tests, and end with quick ones.
 
     Worksteal gives each worker a contiguous share. Idle workers take tests from the end of another share. If
-    these are quick, all workers end together, and no module's fixtures are set up on several workers.
+    these are quick, all workers end together, and no module's fixtures are set up on several workers. Of the
+    quick modules, those that start ranks come first: their worker alone starts the server of `tests.ranks`.
     """
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_workers == 1:
@@ -40,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             quick += module
     slow = [module for *_, module in sorted(slow, key=lambda each: each[:2])]
     shares = [list(itertools.chain(*slow[worker::num_workers])) for worker in range(num_workers)]
+    quick.sort(key=lambda item: vars(item.module).keys().isdisjoint(("run_ranks", "run_program", "_server")))
     rest = iter(quick)
     for share in shares:
         share += itertools.islice(rest, max(0, len(items) // num_workers - len(share)))

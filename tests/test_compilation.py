@@ -181,6 +181,7 @@ def assert_compiles(layouts: list[str]) -> None:
             do_step(state, config, random_batch(8, seed=2))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_compiled_blocks_have_the_gradients_of_eager_ones():
     """In every layout of ranks: system/test_all_layouts.py."""

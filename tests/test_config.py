@@ -264,7 +264,7 @@ def test_names_and_paths_are_texts_as_typed(monkeypatch, tmp_path):
         )
         assert (config.wandb_group, config.run_name, config.data_path) == (text, name, texts)
     (tmp_path / "experiment").mkdir()
-    for number, text in enumerate(texts):
+    for number, text in enumerate(("12345_1", "1e5", "0x1F", "12:30")):
         file = f"# @package _global_\nrun_name: 'a'\nwandb_group: \"{text}\"\nlr: 1e-3\n"
         (tmp_path / "experiment" / "2026_11.yaml").write_text(file)
         config = _compose(monkeypatch, "--config-dir", str(tmp_path), "experiment=2026_11")

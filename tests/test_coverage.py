@@ -38,7 +38,7 @@ _SAMPLES, _STEPS, _SEED = 6, 6, 3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "coloring"
-    words = ["--nodes", "4", "--edge-probability", "0.4", "--generate", "20", "--num-test", "14"]
+    words = ["--nodes", "4", "--edge-probability", "0.4", "--generate", "20", "--num-test", "9"]
     build_dataset("coloring", ["--output-dir", str(folder), *words])
     return folder
 

@@ -104,30 +104,11 @@ def test_what_must_not_import_torch():
 
 
 @pytest.mark.slow
-def test_the_shapes_of_a_model_need_no_compiler():
-    """On the device "meta", a product of tensors imports torch._dynamo. That takes as long as torch."""
-    code = textwrap.dedent("""
-        import sys
-        import torch
-        from config.architecture import architectures
-        from config.files import load_defaults
-        from dataset.metadata import usual_metadata
-        from models import build_model
-
-        facts = usual_metadata(num_puzzle_identifiers=2, vocab_size=11, seq_len=81)
-        for name, arch in architectures().items():
-            with torch.device("meta"):
-                build_model(arch(**load_defaults(f"arch/{name}") | {"forward_dtype": "float32"}), facts)
-            if "torch._dynamo" in sys.modules:
-                sys.exit(name)
-    """)
-    run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.slow
 def test_a_run_loads_only_what_it_needs(sudoku_folder):
-    """Opening a dataset needs no kind of puzzle; its kind is found without the other kinds."""
+    """Opening a dataset needs no kind of puzzle; its kind is found without the other kinds.
+
+    On the device "meta", a product of tensors imports torch._dynamo. That takes as long as torch.
+    """
     code = textwrap.dedent("""
         import sys
         from pathlib import Path
@@ -141,6 +122,19 @@ def test_a_run_loads_only_what_it_needs(sudoku_folder):
         assert read_info(data.folders, data.metadata).kind.name == "sudoku"
         others = ("dataset.kinds.arc", "dataset.kinds.maze", "dataset.kinds.pairs")
         print(opened, [name for name in sys.modules if name.startswith(others)])
+
+        import torch
+        from config.architecture import architectures
+        from config.files import load_defaults
+        from dataset.metadata import usual_metadata
+        from models import build_model
+
+        facts = usual_metadata(num_puzzle_identifiers=2, vocab_size=11, seq_len=81)
+        for name, arch in architectures().items():
+            with torch.device("meta"):
+                build_model(arch(**load_defaults(f"arch/{name}") | {"forward_dtype": "float32"}), facts)
+            if "torch._dynamo" in sys.modules:
+                sys.exit(name)
     """)
     run = subprocess.run(
         [sys.executable, "-c", code, sudoku_folder], cwd=REPOSITORY, capture_output=True, text=True

@@ -23,7 +23,6 @@ from runtime.metrics_file import cut_back_rows, read_rows
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config
 from training.loggers import PICTURES, LoggedRun, Loggers, find_loggers
-from training.loggers.wandb import choose_mode
 from training.monitor import Monitor
 
 
@@ -226,6 +225,8 @@ def test_a_run_names_the_slots_of_its_processes(monkeypatch):
 
 
 def test_wandb_mode_never_asks(monkeypatch, tmp_path, capsys):
+    from training.loggers.wandb import choose_mode  # which imports wandb, for a second
+
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     netrc = tmp_path / "netrc"

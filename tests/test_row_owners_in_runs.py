@@ -12,7 +12,7 @@ from tests.puzzle_sets import NUM_IDENTIFIERS, write
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, logged_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 _WAYS = ("replicated", "rows")
 _RANKS = {6: 2, 10: 3, 14: 1}  # at the end of the run; it is stopped, and goes on with another number
@@ -42,7 +42,6 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     return {"data": data, **{way: folder / way for way in _WAYS}}
 
 
-@pytest.mark.long
 def test_a_run_is_the_same_whatever_the_number_of_ranks(runs):
     ours, theirs = logged_rows(runs["rows"]), logged_rows(runs["replicated"])
     assert ours == theirs
@@ -73,7 +72,6 @@ def test_its_checkpoint_is_evaluated_as_any_other(runs, tmp_path):
     assert metrics[0]["all"]["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-5)
 
 
-@pytest.mark.long
 def test_it_begins_with_the_weights_of_another_run(runs, tmp_path):
     """The tables are of the same size, and of another."""
     for number in (NUM_IDENTIFIERS, NUM_IDENTIFIERS + 3):

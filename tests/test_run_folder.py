@@ -22,13 +22,12 @@ from checkpointing.files import STARTS_FILE
 from config.files import config_to_yaml
 from distributed.number_format import instruction_set
 from runtime.metrics_file import MetricsFile, cut_back_rows, last_wandb_step, read_rows
+from tests.ranks import _server
 from tests.tiny import tiny_arch, tiny_config
 from tests.waiting import PATIENCE
 from training import code
 from training.run_config import read_stored_config
 from training.run_folder import open_run_folder, record_start
-
-_processes = multiprocessing.get_context("forkserver")
 
 
 def _hold(folder: Path, connection: Connection) -> None:
@@ -42,7 +41,7 @@ def _hold(folder: Path, connection: Connection) -> None:
 class _Owner:
     def __init__(self, folder: Path):
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        self.process = _processes.Process(target=_hold, args=(folder, sender))
+        self.process = _server.Process(target=_hold, args=(folder, sender))
         self.process.start()
         assert receiver.poll(PATIENCE)
         self.child = receiver.recv()

@@ -157,13 +157,8 @@ def test_a_page_opens_in_the_browser(tmp_path):
     assert process.wait(30) == 0
 
 
-@pytest.mark.slow
-def test_onnx_answers_as_torch_does(tmp_path):
-    """HRM is below; the others: system/test_long_runs.py."""
-    assert_onnx_answers_as_torch("fprm", {}, tmp_path)
-
-
 def assert_onnx_answers_as_torch(name: str, changes: dict, folder: Path) -> None:
+    """HRM is below; for the others see system/test_long_runs.py."""
     cycles = {} if name == "transformer" else {"H_cycles": 2 if name == "hrm" else 1, "L_cycles": 1}
     model = tiny_model(name, **cycles, **changes).eval()
     state = write_step(

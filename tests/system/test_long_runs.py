@@ -52,6 +52,7 @@ def test_a_run_of_the_published_ldt_learns_searches_and_solves(tmp_path, sudoku_
         ("trm_singlez", {"mlp_t": True, "pos_encodings": "none", "damping": 0.7}),
         ("trm", {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0}),
         ("infiloop", {}),
+        ("fprm", {}),
         ("urm", {"pos_encodings": "learned", "conv": "beside"}),
     ],
 )
