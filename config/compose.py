@@ -54,8 +54,8 @@ def compose_config(
     Args:
         schema: Class of the config, such as PretrainConfig.
         arguments: Arguments of the command line. If None, those of this process.
-        notice: Function that is called with a message if settings of experiment=NAME are ignored, because
-            they do not fit the model arch=NAME.
+        notice: Function that is called with a message if the file experiment=NAME is for another model than
+            arch=NAME. The message names the values of the file that are ignored for this reason.
         dry_run: Function that estimates what a run with n processes needs, for the option --world-size n.
             `dry_run(config, n)` returns the text to print.
 
@@ -262,7 +262,7 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
-    """Returns "demo" for a command line with experiment=demo. None if no experiment is chosen.
+    """Returns the name in the argument experiment=NAME, such as "demo". None without this argument.
 
     arguments: Arguments of the command line. If None, those of this process.
     """
