@@ -86,8 +86,7 @@ class Schedule:
         It is "finished" after the last step, "max_steps" if that key ended the run, and otherwise "stopped".
 
         lacks_row: Whether the metrics of `step` are not logged yet. The status is then "stopped", so that the
-        run
-            is started again and logs them.
+            run is started again and logs them.
         """
         if step < self.end_step or lacks_row:
             return "stopped"
