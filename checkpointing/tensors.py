@@ -236,8 +236,8 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
     """Parses the description of a shard in the metadata of its file.
 
-    Returns (positions of its elements, shape of the full tensor, whether each rank saved its own tensor).
-    Raises ValueError if the description is damaged.
+    Returns (spans, shape, is_by_rank). `_Stored` explains these values. Raises ValueError if the description
+    is damaged.
 
     entry: The description, an untrusted JSON value. num_stored: Number of elements in the file. where: Start
     of the error message.

@@ -197,13 +197,14 @@ def _leave_out_of_experiment(
     usual: str,
     notice: Callable[[str], None],
 ) -> None:
-    """Resets values of an experiment that do not fit the chosen model, in place.
+    """Replaces values of an experiment that do not fit the chosen model by the model's defaults, in place.
 
     An experiment is a YAML file of settings for one model. With `arch=NAME`, the user may choose another
-    model. Calls `notice` with a line that names the values that are reset and those that stay.
+    model. A value for which this model has no default is removed. Calls `notice` with a line that names the
+    values that are replaced or removed, and the values of the experiment that stay.
 
     composed: Config to change.
-    chosen_keys: Keys of the command line. Their values are not reset.
+    chosen_keys: Keys of the command line. Their values do not change.
     defaults: Default `arch` values of the chosen model.
     usual: Name of the model that the experiment is for.
     """

@@ -276,7 +276,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits until the last checkpoint is saved, and sets `last_save_failed`. All ranks call it.
 
-        Also removes checkpoints that must not be kept. A second call does no harm.
+        Also removes all checkpoints except the `keep_checkpoints` newest and the best. A second call does no
+        harm.
         """
         self._writer.wait()
         if is_main():

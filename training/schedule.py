@@ -38,8 +38,8 @@ class Schedule:
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
         """Returns the settings of the model's thinking for training step `step`.
 
-        They are a copy of `usual`, with the number of cycles from the curriculum and the fraction of the
-        training that is done (`progress`).
+        usual: Settings of a run without a curriculum. The result is a copy of them, with the numbers of loops
+            from the curriculum, and with the fraction of the training that is done (`progress`).
         """
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)

@@ -174,7 +174,9 @@ class WandbRun:
             self._run.log({PICTURES: wandb.Html(thoughts.html())}, step=step)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Sends a checkpoint to W&B, if the config key `wandb_log_checkpoints` asks for it.
+        """Sends a checkpoint to W&B, depending on the config key `wandb_log_checkpoints`.
+
+        With "all", sends it. With "best", sends it if it is the best so far. With "none", does nothing.
 
         folder: Folder of a complete checkpoint.
         """
@@ -211,7 +213,7 @@ class WandbRun:
         self._run.log_artifact(artifact)
 
     def _log_folder(self, folder: Path, aliases: list[str]) -> None:
-        """Sends a checkpoint to W&B as an artifact. The folder may be removed afterwards.
+        """Sends a checkpoint to W&B as a new version of an artifact.
 
         aliases: Names of this version at W&B, such as "latest" and "best".
         """
