@@ -255,7 +255,10 @@ class TRMSingleZConfig(TokenConfig):
 
 
 class InfiLoopConfig(TokenConfig):
-    """The config of TRM with InfiLoop's gate: a state is a learned weighted mean of all results so far."""
+    """The config of TRM with InfiLoop's gate.
+
+    With the gate, a latent state is a learned weighted mean of all results so far.
+    """
 
     title: ClassVar[str] = "InfiLoop"
     paper: ClassVar[tuple[str, str]] = "TRM with InfiLoop's gate", "2610.11570"

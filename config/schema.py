@@ -95,7 +95,7 @@ class MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """One stage of a curriculum: a part of the training with its own data or its own settings of the model.
+    """One stage of a curriculum: a part of the run with its own data or model settings.
 
     The main training is the part of the run that the config keys `epochs` and `data_path` describe. A stage
     has one of two kinds:

@@ -13,8 +13,8 @@ def training_metrics(
 ) -> dict[str, float]:
     """Computes the metrics of some training steps from sums over these steps.
 
-    Returns {metric: value}, such as {"loss": 0.7, "accuracy": 0.9}. A metric is left out if it is a
-    mean over things that did not occur, such as over halted puzzles.
+    Returns {metric: value}, such as {"loss": 0.7, "accuracy": 0.9}. Metrics without data are left
+    out. Example: accuracies are means over the puzzles that have halted, and none has halted.
 
     network: The network or its class. It determines which metrics there are.
     sums: {name: sum over the global batch and the steps}.
