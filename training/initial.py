@@ -178,7 +178,8 @@ def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: 
 def log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
     """Logs a message if the learning rate jumps when a run continues from another run.
 
-    It is logged if the rate changes by more than 1 %. Example: the other run had fewer steps, so its learning rate was lower at its end.
+    It is logged if the rate changes by more than 1 %. Example: the other run had fewer steps, so its learning
+    rate was lower at its end.
 
     chosen: Folder of a checkpoint of the other run (resume=PATH).
     content: Content of the state.json of this checkpoint, such as {"step": 100, "total_steps": 500, ...}.
