@@ -46,9 +46,9 @@ def main() -> None:
 
 
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
-    """Runs the remaining trainings of a hyper-parameter search, and prints the best one.
+    """Runs the trainings of a hyper-parameter search that have not ended yet. Prints the best training.
 
-    Exits with status 1 if none of them succeeds.
+    Exits with status 1 if no training of the search has succeeded.
 
     config: Options of the search, such as the number of trainings. space: Searched config keys with their
     possible values. run: Config of the trainings. The search replaces the values of the searched keys.
@@ -85,10 +85,13 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trainings of the search succeeded, and writes the best values to best.yaml.
+    """Prints how many trainings of the search succeeded, and writes the values of the best to best.yaml.
 
-    For a grid search, writes tables of all trainings instead. If no training has succeeded and no signal
-    stopped the search, exits with status 1.
+    best.yaml contains the values of the searched config keys. For a grid search, writes tables of all
+    complete trainings instead. If no training has succeeded and no signal stopped the search, exits with
+    status 1.
+
+    is_stopped: Whether a signal stopped the search.
     """
     folder, best = folder_of(config), study.best()
     outcome, hint = ("stopped", " To continue, run the same command.") if is_stopped else ("done", "")

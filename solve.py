@@ -162,7 +162,8 @@ class Solver:
     def answer(self, config: SolveConfig) -> Answer:
         """Solves the puzzle in the key `puzzle` of a config of solve.py.
 
-        Ignores the keys that select another checkpoint or device.
+        If the model has no embedding for the puzzle and adapt=true, trains one first. Ignores keys that
+        select the model: checkpoint, data_path, raw, forward_dtype, device and cpu_threads.
         """
         puzzle = self.questions.read(config)
         metadata = self.questions.metadata_for(puzzle)

@@ -67,10 +67,12 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
-    """Returns the folder of the best checkpoint of a run, and the split that selected it.
+    """Returns (folder of the best checkpoint of a run, "validation" or "test").
 
-    The split is "validation" or "test". Raises ValueError if metrics.jsonl, the log of the run, names no best
-    checkpoint, or if the folder is missing.
+    The best checkpoint has the best value of the metric that the config key `keep_best` names. The second
+    value is the data on which this metric was computed: puzzles held out for validation, or the test split.
+    Raises ValueError if metrics.jsonl, the log of the run, names no best checkpoint, or if the folder is
+    missing.
     """
     rows = [values for values, _ in read_rows(run_folder) if is_step(values.get(BEST_STEP))]
     if not rows:
@@ -88,9 +90,10 @@ def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
 
 
 def explain_missing(path: Path) -> str:
-    """Returns an error message for a missing checkpoint or run folder. It names similar ones that exist.
+    """Returns an error message for a missing checkpoint or run folder.
 
-    Example: "checkpoints/demo/step_7 does not exist. checkpoints/demo has step_10, step_5."
+    Example: "checkpoints/demo/step_7 does not exist. checkpoints/demo has step_10, step_5." If no other
+    checkpoint is in the same folder, the message names the newest runs in checkpoints/ instead.
     """
     if step_of(path) is not None and (steps := checkpoints_in(path.parent)):
         names = ", ".join(step.name for step in steps[::-1][:_MOST_NAMED])
@@ -109,10 +112,12 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
     The files of the checkpoint are verified. The values of `resume` are:
 
     - auto: The newest undamaged checkpoint in the run folder. Newer damaged ones are renamed to
-    <name>.corrupt. - must: The same as auto. Raises ValueError if there is no checkpoint. - never: None.
-    Raises ValueError if there is a checkpoint, because the run would overwrite it. - a path: If this run has
-    a checkpoint, the same as auto. Otherwise the checkpoint at this path, or the
-      newest undamaged one if the path is a run folder.
+      <name>.corrupt.
+    - must: The same as auto. Raises ValueError if there is no checkpoint.
+    - never: None. Raises ValueError if there is a checkpoint, because the run would overwrite it.
+    - a path: If this run has a checkpoint, the same as auto. Raises ValueError if the path is an older
+      checkpoint of this run. If this run has no checkpoint, the checkpoint at the path. If the path is the
+      folder of another run, the newest undamaged checkpoint in it.
     """
     checkpoints = checkpoints_in(run_folder)
     if config.resume == "never":
@@ -208,7 +213,8 @@ class CorruptCheckpointError(ValueError):
 def verify_checkpoint(folder: Path) -> None:
     """Compares size and hash of every file of a checkpoint folder with its manifest.json.
 
-    Raises CorruptCheckpointError if a file differs or is missing. Raises ValueError if a file cannot be read.
+    Raises CorruptCheckpointError if a file differs or is missing. Raises another ValueError if this process
+    lacks the permission to read a file, or if a file is only a pointer of Git LFS.
     """
     try:
         text = read_bytes(folder / MANIFEST_FILE)

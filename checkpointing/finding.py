@@ -97,8 +97,8 @@ class Checkpoint:
         address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the training datasets. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
-        joins_repeats: Whether puzzles with equal inputs were all trained on or all held out for validation.
-            False for runs of earlier versions.
+        joins_repeats: Whether equal training puzzles were kept together: all of them were trained on, or all
+            were held out for validation. False for runs of earlier versions.
         arch, global_batch_size, seed, validation_fraction, init_from: Keys of the run's config. For a file
             that the authors of a model published, the last three have their defaults.
     """
@@ -157,10 +157,11 @@ class Checkpoint:
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
-        """Returns the folders of the training datasets on this machine.
+        """Returns the folder of each training dataset on this machine, in the order of `data_paths`.
 
-        Looks for a relative path in the working directory, in the run folder, and in three folders above it.
-        If a dataset is not found, the result has its path in the working directory.
+        A relative path is looked up in the working directory, then in `run_folder`, then in the three folders
+        above `run_folder`. The first folder that contains test/dataset.json is returned. If there is none,
+        the path in the working directory is returned, although it may not exist.
         """
         above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])
         choices = [[folder / name for folder in above] for name in self.data_paths]
@@ -173,9 +174,9 @@ class Checkpoint:
 def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
     """Finds checkpoints, and returns their descriptions on all ranks. All ranks call it.
 
-    Each node downloads from the Hugging Face Hub once. An error ends all ranks.
+    Each node downloads a file from the Hugging Face Hub only once. An error ends all ranks.
 
-    locations: As in `find_checkpoint`.
+    locations: Paths or addresses of the checkpoints. `find_checkpoint` lists what each may be.
     """
     checkpoints = None
     with collective_errors():

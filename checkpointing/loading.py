@@ -44,8 +44,8 @@ def load_trained_model(
         metadata: Metadata of the dataset that the model will read.
         raw: If True, load the raw weights. Otherwise load the averages (EMA) if the checkpoint has them.
         forward_dtype: Dtype of the model, "bfloat16" or "float32". If None, the dtype of the training.
-        rows: For each puzzle of the dataset, the row of the checkpoint's puzzle embeddings to use, int64
-            [num_puzzle_identifiers]. -1 selects the mean of all rows. If None, puzzle i has row i.
+        rows: For each puzzle identifier of the dataset, the row of the checkpoint's puzzle embeddings to use,
+            int64 [num_puzzle_identifiers]. -1 selects the mean of all rows. If None, identifier i has row i.
 
     Returns:
         The model in training mode.
@@ -105,9 +105,9 @@ def _written(shape: torch.Size | None) -> str:
 
 @contextlib.contextmanager
 def architecture_errors(checkpoint: Checkpoint) -> Iterator[None]:
-    """Context manager that turns a KeyError, ValueError or IndexError into a message about the checkpoint.
+    """Context manager that converts a KeyError, ValueError or IndexError of its block into a ValueError.
 
-    Raises ValueError: the weights do not match the config.
+    The new message says that the weights of the checkpoint do not match the config stored with them.
     """
     try:
         yield

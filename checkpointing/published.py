@@ -21,11 +21,11 @@ _STATE_DICTS = ("model_state_dict", "state_dict")  # keys of the weights, if the
 def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
     """Renames the weights in a file that the code of a model's authors has saved.
 
-    Returns {name in this repository: tensor}. Raises ValueError if the content is not a state dict, or if two
-    tensors get the same name.
+    Returns {name of the weight in this repository: tensor}. Raises ValueError if the content is not a state
+    dict, or if two tensors get the same name.
 
     content: Content of the file, as `torch.load` returns it.
-    arch: Architecture of the model in this repository.
+    arch: Config of the model. Its `name`, such as "urm", selects the rules for renaming.
     """
     if isinstance(content, dict):
         weights = next((content[key] for key in _STATE_DICTS if key in content), content)

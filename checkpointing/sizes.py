@@ -16,8 +16,10 @@ _FIRST, _OTHER = (
 def sizes_in(weights: State, arch: Architecture) -> dict[str, int]:
     """Returns the sizes that a dataset must have for a model with these weights.
 
-    Example: {"num_puzzle_identifiers": 1, "vocab_size": 11, "seq_len": 81}. A size is left out if the shape
-    of no weight depends on it. Raises KeyError if a weight is missing.
+    Example: {"num_puzzle_identifiers": 1, "vocab_size": 11, "seq_len": 81}. If no weight has an axis that
+    grows with a size, this size is left out. Raises KeyError if a weight is missing.
+
+    weights: {name in the model: full tensor}.
     """
     first, sizes = _shapes_for(arch), {}
     for field, second_size in _OTHER.items():

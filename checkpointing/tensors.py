@@ -39,7 +39,8 @@ def shard_file(section: str, rank: int, size: int) -> str:
 def find_files(folder: Path, section: str) -> list[Path]:
     """Returns the paths of all files of a group of tensors in a checkpoint.
 
-    Returns [] if there are none. Raises ValueError if the file of one of the ranks is missing.
+    The first is the file of full tensors, if it exists. Then comes one file for each rank that saved shards.
+    Returns [] if there are none. Raises ValueError if the file of one of these ranks is missing.
 
     section: Name of the group, such as "optimizer".
     """
@@ -70,15 +71,16 @@ def load_into_(
 ) -> bool:
     """Overwrites tensors and shards of this rank with those in a checkpoint.
 
-    Another number of ranks may have saved the checkpoint. If each of them saved its own tensor of a name, and
-    the number of ranks has changed, every rank loads the mean of these tensors.
+    Another number of ranks may have saved the checkpoint. Some tensors have another value on every rank
+    (`Shard.is_by_rank`), for example the optimizer state with local_steps > 1. If the number of ranks has
+    changed, every rank loads the mean of the values that the ranks saved.
 
     section: Name of a group of tensors in the checkpoint, such as "optimizer".
     targets: {name: full tensor or shard} on this rank, changed in place. If empty, nothing is read.
     is_optional: Whether the group may be missing. The targets then do not change.
-    remote_names: Stored tensors whose names end with one of these may be missing in `targets`, because only
-        other ranks hold them.
-    casts: Names of tensors that may be stored in another floating-point dtype.
+    remote_names: Ends of names. A stored tensor whose name ends with one of them may be missing in `targets`,
+        because only other ranks hold it.
+    casts: Names of tensors that may be stored in another floating-point dtype. Their values are converted.
 
     Returns False if an optional group is missing, otherwise True. Raises ValueError if names, shapes or
     dtypes differ, or if files are missing.
@@ -108,12 +110,12 @@ def load_into_(
 
 
 def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
-    """Returns the full tensors of a group in a checkpoint, such as "weights": {name: tensor}.
+    """Returns {name: full tensor} of one group of tensors in a checkpoint.
 
-    Joins the shards of all ranks that saved it. Raises ValueError if files are missing, and OSError or
-    SafetensorError if a file cannot be read.
+    Joins the shards of all ranks that saved the checkpoint. Raises ValueError if files are missing, and
+    OSError or SafetensorError if a file cannot be read.
 
-    section: Name of the group.
+    section: Name of the group, such as "weights".
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, section):
@@ -141,9 +143,15 @@ def _shape_of(tensor: Tensor | Shard) -> tuple[int, ...]:
 class _Stored(NamedTuple):
     """A full tensor or a shard in an open safetensors file of a checkpoint.
 
-    key: Name of the tensor. spans: Positions of the elements in the flattened full tensor. None for a full
-    tensor. shape: Shape of the full tensor. is_by_rank: Whether each rank saved a separate tensor of this
-    name. The shape is then [ranks, ...], and the shard is one row. folder: Checkpoint, for messages.
+    Attributes:
+        key: Name of the tensor.
+        spans: Positions of the shard's elements in the flattened full tensor. None for a full tensor.
+        shape: Shape of the full tensor.
+        is_by_rank: Whether the full tensor is [ranks, ...], and each rank that saved the checkpoint wrote its
+            own row. The shard is then this row. Example: with local_steps > 1, each rank has its own
+            optimizer state.
+        file: The open file.
+        folder: Folder of the checkpoint, for messages.
     """
 
     key: str
@@ -191,7 +199,10 @@ class _Stored(NamedTuple):
 def _stored(folder: Path, section: str) -> Iterator[_Stored]:
     """Yields every full tensor and shard of a group in a checkpoint, without reading the values.
 
-    Raises ValueError if the group is missing, and at the end if the shards of a tensor overlap or leave gaps.
+    Raises ValueError if the group is missing. After the last tensor, raises ValueError if the shards of a
+    tensor overlap or leave gaps.
+
+    section: Name of the group, such as "optimizer".
     """
     paths = find_files(folder, section)
     if not paths:
@@ -225,8 +236,8 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
     """Parses the description of a shard in the metadata of its file.
 
-    Returns (positions of its elements, shape of the full tensor, whether each rank saved its own tensor).
-    Raises ValueError if the description is damaged.
+    Returns (spans, shape, is_by_rank). `_Stored` explains these values. Raises ValueError if the description
+    is damaged.
 
     entry: The description, an untrusted JSON value. num_stored: Number of elements in the file. where: Start
     of the error message.
@@ -249,7 +260,7 @@ def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tup
 
 
 def _are_complete(spans: list[Span], size: int) -> bool:
-    """Returns whether spans (ranges of positions) cover each of the positions 0 to size - 1 exactly once."""
+    """Returns whether the spans together contain each of the positions 0 to size - 1 exactly once."""
     spans = [span for span in spans if span.length]
     starts = [span.start + span.stride * np.arange(span.count) for span in spans]
     starts = np.concatenate([*starts, [size]])  # each piece must end at the start of another, or at `size`
@@ -265,7 +276,8 @@ def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
     """Finds the elements of a full tensor that two shards have in common. Returns None if there are none.
 
     Returns (unit, index into the stored shard, index into the target shard). If each shard is reshaped to
-    [n, unit], the indices select the common rows of both, in the same order.
+    [n, unit], the indices select the rows that both shards contain, in the same order. A row is `unit`
+    consecutive elements of the flattened full tensor.
 
     stored, target: Positions of the elements of the two shards in the flattened full tensor.
     """

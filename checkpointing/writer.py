@@ -44,9 +44,10 @@ _POLL_SECONDS = 0.05
 class CheckpointWriter:
     """Writes checkpoints in a thread, one at a time. All ranks have a writer, and call `start` together.
 
+    run_folder: Folder that gets the checkpoint folders step_<N>.
     keep: Number of newest checkpoints to keep, in addition to the best one. If None, all are kept.
-    best_of: Function that gets step numbers and returns the one of the best checkpoint, or None. A thread
-    calls it.
+    best_of: Function. `best_of(steps)` returns which of some training steps has the best evaluation, or None
+        if this is unknown. The writing thread may call it.
 
     On rank 0, `failure` is the reason why the last save failed, or None if it succeeded. `saved` contains the
     folders of the checkpoints that were written.
@@ -66,8 +67,11 @@ class CheckpointWriter:
         Waits for the previous save first. Does nothing if step_<N> exists. All ranks call it. A failure only
         causes a warning.
 
-        sections: {name of a group of tensors: {name: full tensor or shard}}. Rank 0 writes the full tensors.
-        contents: {file name: content} of files that the thread also writes. Empty except on rank 0.
+        step: Training step <N>.
+        sections: {name of a group of tensors, such as "optimizer": {name: full tensor or shard}}. Rank 0
+            writes the full tensors.
+        contents: {file name, such as "state.json": content} of files that the thread also writes. Empty
+            except on rank 0.
         """
         self.wait()
         target = self._run_folder / f"step_{step}"
@@ -133,7 +137,8 @@ class CheckpointWriter:
         Returns {file name: {"bytes": size, "sha256": hash}}. Raises RuntimeError if a rank failed, or did not
         report its files in time.
 
-        name: Name of the temporary folder. of_rank_0: Result of `_write_local` on rank 0.
+        name: Name of the temporary folder. Ranks other than 0 report their files under this name.
+        of_rank_0: Result of `_write_local` on rank 0.
         """
         of_ranks = [of_rank_0]
         if world_size() > 1:
@@ -205,9 +210,14 @@ def local_part(tensors: Tensors) -> Tensors:
 
 
 def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
-    """Writes the files of this rank. Does not raise.
+    """Writes the files of this rank into a folder. If that fails, returns the reason.
+
+    Rank 0 collects the results of all ranks, so an error is returned instead of raised.
 
     Returns {"files": {file name: {"bytes": size, "sha256": hash}}, "failure": ""}, or {"failure": reason}.
+
+    sections: {name of a group of tensors, such as "optimizer": {name: full tensor or shard}} to write.
+    contents: {file name, such as "state.json": content} of other files to write.
     """
     try:
         paths = [path for name, tensors in sections.items() for path in save_section(tensors, folder, name)]

@@ -71,10 +71,12 @@ class ArchConfig(Strict):
         has_q_continue: Whether the model has the output q_continue_logits.
         finds_candidates: Whether the model needs to know which labels each input token may have
             (`Metadata.candidates`). They are read from the training data.
-        confuses_symbols: Whether the model gives equal logits to padding and to symbols that the input lacks.
+        confuses_symbols: Whether the model always gives equal logits to padding and to each token that does
+            not occur in the input.
         no_mesh: Reason why pipeline and tensor parallelism are impossible. Empty if they are possible.
         reads_any_length: Whether the weights fit puzzles with another number of cells.
-        eval_changes: Values that replace the values of these keys in an evaluation, such as {"L_cycles": 1}.
+        eval_changes: {key: value in evaluations}, for keys with another value than in training. Example:
+            {"L_cycles": 1}.
     """
 
     title: ClassVar[str] = ""
@@ -107,7 +109,8 @@ class ArchConfig(Strict):
 class TokenConfig(ArchConfig):
     """The keys of models with one hidden vector for each cell. Base class of their configs.
 
-    The puzzle embedding takes further hidden vectors before those of the cells.
+    With puzzle embeddings, the sequence of hidden vectors starts with the embedding of the puzzle, cut into
+    vectors. Those of the cells follow.
     """
 
     has_q_continue: ClassVar[bool] = True
@@ -121,7 +124,7 @@ class TokenConfig(ArchConfig):
 
     @property
     def num_puzzle_positions(self) -> int:
-        """Returns the number of hidden vectors that the puzzle embedding takes. 0 without an embedding."""
+        """Returns into how many hidden vectors the puzzle embedding is cut. 0 without an embedding."""
         if not self.puzzle_emb_ndim:
             return 0
         return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
@@ -221,7 +224,7 @@ class TRMConfig(TokenConfig):
 
 
 class TRMSingleZConfig(TokenConfig):
-    """The config of TRM with one state.
+    """The config of TRM with one latent state instead of two.
 
     H_layers has no effect. It exists because published configs contain it.
     """
@@ -252,7 +255,10 @@ class TRMSingleZConfig(TokenConfig):
 
 
 class InfiLoopConfig(TokenConfig):
-    """The config of TRM with InfiLoop's gate."""
+    """The config of TRM with InfiLoop's gate.
+
+    With the gate, a latent state is a learned weighted mean of all results so far.
+    """
 
     title: ClassVar[str] = "InfiLoop"
     paper: ClassVar[tuple[str, str]] = "TRM with InfiLoop's gate", "2610.11570"
@@ -393,7 +399,8 @@ class TransformerConfig(TokenConfig):
 class SERRMConfig(ArchConfig):
     """The config of the Symbol-Equivariant Recurrent Reasoning Model (SE-RRM).
 
-    If puzzle_emb_ndim is not 0, there are puzzle embeddings. The model determines their size.
+    If puzzle_emb_ndim is 0, there are no puzzle embeddings. All other values have the same effect, because
+    the model determines the size of the embeddings.
     """
 
     no_ACT_continue: ClassVar[bool] = True
@@ -439,7 +446,10 @@ class SERRMConfig(ArchConfig):
 
 
 class LDTConfig(ArchConfig):
-    """The config of the Lattice Deduction Transformer (LDT), a search that removes candidates."""
+    """The config of the Lattice Deduction Transformer (LDT).
+
+    LDT searches for the solution. It removes candidates, the values that a cell may still have.
+    """
 
     title: ClassVar[str] = "LDT"
     paper: ClassVar[tuple[str, str]] = "Lattice Deduction Transformer", "2605.08605"

@@ -54,8 +54,8 @@ def compose_config(
     Args:
         schema: Class of the config, such as PretrainConfig.
         arguments: Arguments of the command line. If None, those of this process.
-        notice: Function that is called with a message if settings of experiment=NAME are ignored, because
-            they do not fit the model arch=NAME.
+        notice: Function that is called with a message if the file experiment=NAME is for another model than
+            arch=NAME. The message names the values of the file that are ignored for this reason.
         dry_run: Function that estimates what a run with n processes needs, for the option --world-size n.
             `dry_run(config, n)` returns the text to print.
 
@@ -197,13 +197,14 @@ def _leave_out_of_experiment(
     usual: str,
     notice: Callable[[str], None],
 ) -> None:
-    """Resets values of an experiment that do not fit the chosen model, in place.
+    """Replaces values of an experiment that do not fit the chosen model by the model's defaults, in place.
 
     An experiment is a YAML file of settings for one model. With `arch=NAME`, the user may choose another
-    model. Calls `notice` with a line that names the values that are reset and those that stay.
+    model. A value for which this model has no default is removed. Calls `notice` with a line that names the
+    values that are replaced or removed, and the values of the experiment that stay.
 
     composed: Config to change.
-    chosen_keys: Keys of the command line. Their values are not reset.
+    chosen_keys: Keys of the command line. Their values do not change.
     defaults: Default `arch` values of the chosen model.
     usual: Name of the model that the experiment is for.
     """
@@ -262,7 +263,7 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
-    """Returns "demo" for a command line with experiment=demo. None if no experiment is chosen.
+    """Returns the name in the argument experiment=NAME, such as "demo". None without this argument.
 
     arguments: Arguments of the command line. If None, those of this process.
     """

@@ -38,11 +38,12 @@ def _read_defaults(name: str) -> DictConfig:
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of a stored config of pretrain.py, with defaults for missing keys. Checks no value.
 
-    The config may come from an older version. Old names in `arch` are replaced. Exceptions:
+    The config may come from an older version:
 
-    - A missing `data_path` stays missing.
-    - If `arch.forward_dtype` is missing or "auto", it becomes bfloat16, the default of older versions.
-    - Keys that this version does not know are removed if their value is false, null, 0 or empty.
+    - Old names of models and keys in `arch` are replaced by today's names.
+    - A missing key gets its default. Only a missing `data_path` stays missing.
+    - If `arch.forward_dtype` is missing or "auto", it becomes "bfloat16", the default of older versions.
+    - A key that this version does not know is removed if its value is false, null, 0 or empty.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]

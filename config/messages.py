@@ -157,9 +157,8 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
 
     If the command that builds it is known, the message contains it.
 
-    experiment: Name of the experiment (YAML file of settings) that may contain the command, such as "demo".
-    If
-        None, all experiments.
+    experiment: Name of an experiment, such as "demo" for the file config/experiment/demo.yaml. Its comments
+        may contain the command. If None, the files of all experiments are read.
     key: Config key that names the folders, for the message.
     """
     for folder in folders:
@@ -203,7 +202,7 @@ def help_text(program: str, topic: str = "") -> str:
 
     program: "pretrain", "evaluate", "solve", "page" or "search".
     topic: Argument after --help: "all", "experiment", "experiment=NAME", "arch=NAME" or a key. If it is "",
-    the text contains the most used keys of pretrain, or all keys of another program.
+        the text contains the most used keys of pretrain, or all keys of another program.
     """
     path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")
     file = FOLDER / kind / f"{name}.yaml"

@@ -99,7 +99,8 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
     def asks_for_settings(self) -> bool:
         """Returns whether the evaluation writes scaling.json.
 
-        True if a key such as `samples` or `select` differs from its default.
+        True if `samples`, `select` or `retry_samples` differs from its default, or if `halt_max_steps` has
+        several values.
         """
         is_plain = self.samples == [1] and self.select == ["q_head"] and self.retry_samples is None
         return len(self.halt_max_steps or []) > 1 or not is_plain

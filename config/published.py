@@ -92,9 +92,10 @@ PUBLISHED = {
 def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
     """Translates a config of the models' published code (HRM, TRM, URM, ...) into keys of this repository.
 
-    Returns a new dict. Raises ValueError if the model is unknown, or if `arch` or `arch.loss` is missing.
+    Returns a copy in which `arch` and `data_path` have the names and values of this repository. Other keys do
+    not change. Raises ValueError if the model is unknown, or if `arch` or `arch.loss` is missing.
 
-    where: Name of the config for messages.
+    where: Name of the config file, the start of the error message.
     """
     arch = config.get("arch")
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
@@ -117,8 +118,8 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
 def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
     """Returns the config section `arch` of an older version with today's names of models and keys.
 
-    For example, the model infiloop was TRM with the key `update: gate`. Raises ValueError if the old keys do
-    not fit the model.
+    Example: {"name": "trm", "update": "gate", ...} becomes {"name": "infiloop", ...}. Raises ValueError if
+    the old keys do not fit the model.
     """
     has_gate, is_single_z = arch.get("update", "plain") == "gate", bool(arch.get("single_z"))
     values = {key: value for key, value in arch.items() if key not in ("update", "single_z")}

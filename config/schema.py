@@ -57,7 +57,7 @@ _OPTIMIZERS = ("adam_atan2", "adamw", "muon")
 
 
 def find_optimizer(name: str) -> Any:
-    """Returns the optimizer with this name from an imported plugin (a user's Python file), or None."""
+    """Returns the optimizer class with this name from an imported plugin (a user's file), or None."""
     return next((optimizer for optimizer in plugins.defined("OPTIMIZER") if optimizer.name == name), None)
 
 
@@ -95,11 +95,22 @@ class MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """One stage of a curriculum: a part of the training with its own data or its own settings of the model.
+    """One stage of a curriculum: a part of the run with its own data or model settings.
 
-    If `epochs` is set, the stage lasts for this number of epochs, and precedes the main training. If `share`
-    is set instead, the stage is this fraction of the main training. Such stages follow one another from its
-    start. H_cycles, L_cycles and loops are numbers of loops inside one call of the model.
+    The main training is the part of the run that the config keys `epochs` and `data_path` describe. A stage
+    has one of two kinds:
+
+    1. A stage with `epochs` comes before the main training.
+    2. A stage with `share` is a part of the main training. The first stage of this kind starts together with
+       the main training. Each further one starts at the end of the one before it.
+
+    Attributes:
+        data_path: Dataset folders of the stage. If None, those of the main training.
+        epochs: Number of epochs of the stage.
+        share: Fraction of the steps of the main training.
+        eval_interval: Number of epochs between two evaluations. If None, `epochs`.
+        H_cycles, L_cycles, loops: Numbers of loops inside one call of the model. If None, those in the config
+            section `arch`.
     """
 
     data_path: Paths | None = None
@@ -112,7 +123,7 @@ class StageConfig(Strict):
 
     @property
     def cycles(self) -> dict[str, int]:
-        """Returns the numbers of loops in the model that this stage sets, such as {"H_cycles": 2}."""
+        """Returns the values of H_cycles, L_cycles and loops that are set, such as {"H_cycles": 2}."""
         values = {"H_cycles": self.H_cycles, "L_cycles": self.L_cycles, "loops": self.loops}
         return {key: value for key, value in values.items() if value}
 

@@ -38,9 +38,11 @@ def adapt(
 
     All other weights stay as in the checkpoint. Runs in one process.
 
-    demonstrations: Training puzzles, one for each training step. All have the same number of examples. The
-        identifier of a puzzle is the number of its embedding in the returned model, from 0.
-    metadata: Sizes of the dataset. The number of embeddings in it is not used.
+    demonstrations: Puzzles to train on, in the order of the training steps. One step trains on all examples
+        (inputs with labels) of one puzzle. All puzzles have the same number of examples. The identifier of a
+        puzzle is the index of its embedding in the returned model.
+    metadata: Sizes of the dataset, such as the vocabulary. Its number of puzzle embeddings is not used.
+    lr: Learning rate of the embeddings.
     raw: Whether to start from the weights themselves instead of their moving averages (EMA).
     forward_dtype: Dtype of the computation, such as "float32". If None, it is that of the checkpoint.
     """

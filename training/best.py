@@ -32,8 +32,8 @@ class Selection:
     are equal, the newest checkpoint is the best. `selected_by` is the split of the metric, "validation" or
     "test".
 
-    keep_best: Name of the metric. "exact_accuracy" means the mean over all evaluated sets, weighted by their
-        counts. "eval/all/exact_accuracy" means exactly this value of a row.
+    keep_best: Name of the metric. "exact_accuracy" means the mean over all sets of a split, weighted by the
+        metric `count` of each set. "eval/all/exact_accuracy" means exactly this value of a row.
     has_validation: Whether "exact_accuracy" is read from the validation split instead of the test split.
     """
 
@@ -59,9 +59,9 @@ class Selection:
         )
 
     def short_name(self, name: str) -> str | None:
-        """Returns the metric in a key of metrics.jsonl, such as "accuracy" for "eval/all/accuracy".
+        """Returns the name of the metric in a key of metrics.jsonl: "accuracy" for "eval/all/accuracy".
 
-        Returns None if the key belongs to another split than the one that selects the checkpoint.
+        Returns None if the key is not from the split whose metric selects the best checkpoint.
         """
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
@@ -166,8 +166,10 @@ class BestStep:
     def load_state(self, saved: dict[str, Any] | None, rows: Iterable[Mapping[str, float]]) -> None:
         """Restores the values of earlier evaluations in a resumed run. Does not communicate.
 
-        saved: Result of `state` when the checkpoint was saved, or None.
-        rows: Rows of metrics.jsonl up to the step of the checkpoint. They may lack the best step.
+        saved: Result of `state` when the checkpoint was saved, or None. It is ignored if the config key
+            `keep_best` has changed since then.
+        rows: Rows of metrics.jsonl up to the step of the checkpoint. If the row of the best step is lost, its
+            value is known from `saved`.
         """
         if self._selection is None:
             return

@@ -143,9 +143,10 @@ class CheckpointManager:
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
 
-        Returns when the tensors are copied to host memory, and writes the files in a thread. With
-        checkpoint_async=false, it returns when this rank has written its files. Does nothing if this step is
-        already saved, or if saving it has failed.
+        Returns when the tensors of this rank are copied to host memory. A thread then writes the files. With
+        checkpoint_async=false, the call returns when this rank has written its files. On rank 0, it returns
+        when the files of all ranks are written. Does nothing if this step is already saved, or if saving it
+        has failed.
         """
         if state.step == self._newest_step:
             return
@@ -275,7 +276,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits until the last checkpoint is saved, and sets `last_save_failed`. All ranks call it.
 
-        Also removes checkpoints that must not be kept. A second call does no harm.
+        Also removes all checkpoints except the `keep_checkpoints` newest and the best. A second call does no
+        harm.
         """
         self._writer.wait()
         if is_main():

@@ -103,6 +103,9 @@ class Stragglers:
     def add_row(self, compute: Sequence[float], *, steps: int) -> str | None:
         """Adds the step times of all ranks. Returns a warning if a rank has just become a straggler.
 
+        A straggler is much slower than the other ranks in at least 3 calls in a row, and for at least 100
+        training steps. Otherwise, returns None.
+
         compute: Mean seconds that each rank computes in a step, without waits.
         steps: Number of steps since the last call.
         """

@@ -70,8 +70,9 @@ class Console:
     def _show_evaluation(self, step: int, where: str, texts: dict[str, str], *, is_best: bool) -> None:
         """Prints one line with the results of a test or validation set.
 
-        where: Name of the set, such as "  eval/all", or "" if there is only one. texts: {metric: value as
-        text}. is_best: Whether to mark the first value as the best so far.
+        where: Name of the set, such as "  eval/all", or "" if there is only one. texts: Result of
+        `_shown_metrics` as a dict, such as {"accuracy": "0.913"}. is_best: Whether to mark the first value as
+        the best so far.
         """
         elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
         head = f"step {step:>{len(str(self._bar.total))}}  {elapsed:>6}{where}"
@@ -123,6 +124,10 @@ def _show_end(seconds: float) -> None:
 def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
     """Selects metrics of a test set to show on the console. Yields (short name, value as text) of each.
 
+    ARC puzzles without labels have no accuracy. Then yields a pair such as ("64", "answers, no labels"), with
+    the number of answers of the model. The console shows "64 answers, no labels".
+
+    metrics: {metric: value} of the test set.
     keep_best: Name of the metric that selects the best checkpoint, or None. This metric comes first.
     """
     of_kind = [name for name in metrics if "/" in name and is_share(name) and "unseen/" not in name]

@@ -35,10 +35,12 @@ def plan_of(layer: nn.Module) -> Plan | None:
 def cut(network: Network, mesh: Mesh) -> dict[str, Cut]:
     """Reduces a network in place to the part that this rank holds.
 
-    Removes the blocks of other pipeline stages, and divides weights among tensor-parallel ranks. Returns
-    {name of a divided weight: part of this rank}. Initialize the network before.
+    Removes the blocks of other pipeline stages, and divides weights among tensor-parallel ranks. The weights
+    must be initialized before.
 
-    mesh: Process groups of this rank.
+    Returns {name of a divided weight: which part of it this rank holds}. {} without tensor parallelism.
+
+    mesh: Process groups of this rank for pipeline and tensor parallelism.
     """
     if mesh.pipeline.size > 1:
         for level in levels_of(network).values():

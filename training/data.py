@@ -38,8 +38,8 @@ class RunData:
         dataset: All training folders as one dataset.
         plan: Which examples each training step uses.
         schedule: After which steps an evaluation, a checkpoint or a log row is due.
-        validation: {training set: indices of held-out puzzles, int64 [n]}, without their variants. {} without
-            `validation_fraction`.
+        validation: {training set: indices of held-out puzzles, int64 [n]}, without their augmented copies. {}
+            without `validation_fraction`.
         joins_repeats: Whether equal puzzles are held out together. False if an earlier version of this code
             started the run.
         fingerprint: Hash of the content of the datasets.
@@ -48,7 +48,7 @@ class RunData:
         evaluators: Evaluators of `dataset`, then of each of `tests`. Call `fresh_copy` for each evaluation.
         manifests: {data folder: content of its manifest file} at the start, to detect a rebuild.
         hashes: {index of a training folder: hashes of the examples that are trained on}. {} except on rank 0.
-        leaks: Evaluated puzzles that are trained on, for each evaluated set, such as "eval/all".
+        leaks: For each evaluated set, such as "eval/all", the puzzles that this run also trains on.
     """
 
     dataset: Dataset
@@ -98,7 +98,9 @@ class RunData:
         first_step: Number of training steps already done. With 0, the first batch is that of step 1.
         ranks: Process group that divides the global batch.
         device: If it is a CUDA device, the batches are in pinned memory, but not on the device.
-        num_answers, seed: As in `PuzzleDataset`. By default, batches have only the labels.
+        num_answers: If greater than 1, a batch also has up to this number of right answers of each example.
+            Otherwise it has one right answer of each example, the label.
+        seed: If an example has more than `num_answers` right answers, the seed selects some of them.
         """
         options = {"rank": ranks.index, "world_size": ranks.size, "first_step": first_step}
         options |= {"num_answers": num_answers, "seed": seed}
@@ -208,12 +210,15 @@ def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
 def hold_out(
     config: PretrainConfig, data: Dataset, hashes: Mapping[str, np.ndarray] | None = None
 ) -> tuple[dict[str, np.ndarray], bool]:
-    """Selects training puzzles for validation. None of them is equal to a puzzle that is trained on.
+    """Selects the training puzzles that are held out for validation.
 
-    Returns ({training set: bool mask of selected puzzles [num_groups]}, True). A group is a puzzle with all
-    its augmented copies. The dict is {} without `validation_fraction`. If the run was started by an earlier
-    version of this code that did not compare puzzles, keeps its selection, and returns False as the second
-    value.
+    Returns ({training set: bool mask [num_groups]}, True). A group is a puzzle with all its augmented copies.
+    The mask is True for groups that are held out. No held-out puzzle is equal to a puzzle that is trained on.
+    Without `validation_fraction`, the dict is {}.
+
+    If an earlier version of this code started the run, the second value is False. That version did not
+    compare puzzles. The mask is then the one of that version, so a held-out puzzle may be equal to a puzzle
+    that is trained on.
 
     Raises ValueError if no puzzle is selected, or if some puzzle embeddings would not be trained.
 

@@ -43,10 +43,10 @@ class Sent(NamedTuple):
 
 
 class Needs:
-    """Estimates the memory and the messages of a run. All numbers are means over its processes.
+    """Estimates the memory and the messages of a run. All numbers are means over the processes of the run.
 
-    counter: Counts the operations of the model. sizes: {"pipeline", "replicate", "shard" and "tensor": number
-    of processes along this axis of the mesh}.
+    counter: Counts the operations of the model. sizes: Number of processes along each axis of the mesh, such
+    as {"pipeline": 1, "replicate": 4, "shard": 2, "tensor": 1}.
     """
 
     def __init__(self, config: PretrainConfig, counter: StepCounter, sizes: Mapping[str, int]):

@@ -91,7 +91,8 @@ def evaluate(
 def read_results(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """Reads metrics.jsonl of a run folder.
 
-    Returns (all rows, {set: {metric: value}} of the last evaluation).
+    Returns (all rows, {test set: {metric: value}} of the last evaluation). Without an evaluation, the dict is
+    {}.
     """
     rows = [row for row, _ in read_rows(folder)]
     metrics = [found for row in rows if (found := metrics_by_set(row))]

@@ -37,8 +37,10 @@ def load_initial_weights_(state: TrainState, config: PretrainConfig, dataset: Da
 
     The optimizer state and the step do not change. An error ends all ranks with a message.
 
-    state: State of step 0. dataset: Training data. With it, each puzzle gets its own embedding from the
-    checkpoint. If None, embedding i is copied to embedding i.
+    state: State of step 0.
+    dataset: Training data. With it, each puzzle gets its own embedding from the checkpoint. If the checkpoint
+        does not know the puzzle, the embedding is the mean of all. If None, embedding i is copied to
+        embedding i.
     """
     full_copies = {}
     with collective_errors():
@@ -96,7 +98,7 @@ def overrides_of_arch(arch: Architecture, defaults: dict[str, Any]) -> list[str]
     Example: ["arch.hidden_size=128"]. The key `forward_dtype` is included only if it is float32, because a
     model trained in float32 may need this precision.
 
-    defaults: {key below "arch": value}.
+    defaults: Values of the section `arch` to compare with, such as {"hidden_size": 512, ...}.
     """
     values = arch.model_dump()
     if values["forward_dtype"] != "float32":
@@ -109,13 +111,15 @@ def fill_(
 ) -> dict[str, Tensor]:
     """Copies weights into the full tensors of this rank. Shards do not change.
 
-    Returns {name: full weight} for the weights of which this rank has only a shard. If the number of puzzle
-    embeddings differs, each becomes the mean of the stored ones. Raises ValueError if names or other shapes
-    differ.
+    Returns {name: full weight} for the weights of which this rank has only a shard. Raises ValueError if
+    names or shapes differ. Only the number of puzzle embeddings may differ.
 
-    targets: {name: full tensor or shard} of this rank, changed in place. stored: {name: full weight}. source:
-    Origin of `stored`, for messages. rows: int64 [n], for each puzzle embedding of this run the index of the
-    stored embedding to copy, or -1 for the mean of all. If None, embedding i is copied to embedding i.
+    targets: {name: full tensor or shard} of this rank, changed in place.
+    stored: {name: full weight}.
+    source: Origin of `stored`, for messages.
+    rows: For each puzzle embedding of this run, the index of the stored embedding to copy, int64 [n]. -1
+        selects the mean of all stored embeddings. If None and the numbers of embeddings are equal, stored
+        embedding i is copied to embedding i. If None and the numbers differ, each becomes the mean.
     """
     if missing := sorted(targets.keys() ^ stored.keys()):
         where = "this run" if missing[0] not in targets else "the checkpoint"
@@ -172,12 +176,13 @@ def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: 
 
 
 def log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
-    """Logs if the learning rate changes by more than 1 % when a run continues from another run.
+    """Logs a message if the learning rate jumps when a run continues from another run.
 
-    Example: the other run had fewer steps, so its learning rate was lower at its end.
+    It is logged if the rate changes by more than 1 %. Example: the other run had fewer steps, so its learning
+    rate was lower at its end.
 
     chosen: Folder of a checkpoint of the other run (resume=PATH).
-    content: Content of its state.json, for example its step.
+    content: Content of the state.json of this checkpoint, such as {"step": 100, "total_steps": 500, ...}.
     total_steps: Number of training steps of this run.
     """
     step, before = content["step"], None

@@ -29,8 +29,10 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 def check_layout(config: PretrainConfig, world_size: int) -> None:
     """Raises ValueError if the batch cannot be divided evenly among processes, or into micro-batches.
 
-    If torchrun may change the number of nodes, an uneven division among processes usually causes only a
-    warning.
+    If torchrun may change the number of nodes, an uneven division among processes causes only a warning,
+    except with local_steps > 1 or with a pipeline.
+
+    world_size: Number of processes.
     """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])

@@ -13,9 +13,12 @@ def training_metrics(
 ) -> dict[str, float]:
     """Computes the metrics of some training steps from sums over these steps.
 
-    Returns {metric: value}, such as {"loss": 0.7, "accuracy": 0.9}. Metrics without data are left out.
+    Returns {metric: value}, such as {"loss": 0.7, "accuracy": 0.9}. Metrics without data are left
+    out. Example: accuracies are means over the puzzles that have halted, and none has halted.
 
-    sums: {name: sum over the global batch and the steps}. steps: Number of the steps.
+    network: The network or its class. It determines which metrics there are.
+    sums: {name: sum over the global batch and the steps}.
+    steps: Number of these steps.
     """
     objective = network.objective_class
     metrics = objective.metrics | objective.training_metrics | {"grad_norm": "updates", "loss": "slots"}

@@ -29,9 +29,11 @@ class Monitor:
 
     It is a context manager around the training steps. All ranks call the methods together.
 
-    program: Config, device and watchdog. state: State of the run at the first step of this process. data:
-    Data of the run. checkpoints: Checkpoint manager of the run. is_logged: Whether the log (metrics.jsonl)
-    already contains the metrics of step `state.step`.
+    program: Config, device and watchdog of this process. The watchdog ends a run that hangs.
+    state: State of the run at the start of this process.
+    data: Data of the run.
+    checkpoints: Checkpoint manager of the run.
+    is_logged: Whether the log (metrics.jsonl) already contains the metrics of step `state.step`.
     """
 
     def __init__(
@@ -130,7 +132,8 @@ class Monitor:
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
         """Records that a training step is done. Does not wait for a GPU, unless the run is profiled.
 
-        step: Number of training steps done. set_name: Training set of the batch, for messages.
+        step: Number of training steps done. result: Result of `train_step`. set_name: Training set of the
+        batch, for messages.
         """
         self._step = step
         if result.averaged_steps:
@@ -199,7 +202,8 @@ class Monitor:
     def log(self, state: TrainState, row: dict[str, float]) -> None:
         """Logs the metrics of training step `state.step`, and resets their sums in `state.metrics`.
 
-        row: {name: value}. If it contains an evaluation, the best value so far is also logged.
+        row: {name of a metric: value}. If it contains an evaluation, the best value so far of the metric
+            `keep_best` is also logged.
         """
         self._loggers.log(state.step, row | self._checkpoints.best.record(state.step, row))
         self._logged_step = state.step

@@ -131,7 +131,7 @@ class StoredConfig(NamedTuple):
 def read_stored_config(run_folder: Path) -> StoredConfig | None:
     """Reads config.yaml of a run, from its folder or else from its newest checkpoint.
 
-    Returns None if there is no such file.
+    Returns (content of the file, folder that contains it), or None if there is no such file.
     """
     checkpoint = newest_checkpoint(run_folder)
     for folder in (run_folder, checkpoint):

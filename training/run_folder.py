@@ -137,11 +137,12 @@ def write_status(folder: Path, status: str, *, step: int) -> None:
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
-    """Returns whether a run has finished, or has reached step `max_steps`. The file `status` contains this.
+    """Reads from the file `status` of a run folder whether the run has ended as planned.
 
-    Returns False if the file is missing or damaged.
+    Returns True if the run is finished. Also returns True if the config key `max_steps` has stopped it, and
+    at least `max_steps` training steps are done. Returns False if the file is missing or damaged.
 
-    max_steps: If None, only a finished run counts.
+    max_steps: Number of training steps. If None, only a finished run counts.
     """
     try:
         values = read_json(folder / STATUS_FILE)
@@ -201,8 +202,10 @@ def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, 
 def find_original(folder: Path, name: str) -> Path | None:
     """Returns the run folder of which `folder` is a copy, or None.
 
-    The run folder is found if it is still at the path that starts.jsonl contains, and if its file `name` has
+    The original is found if it is still at the path that starts.jsonl contains, and if its file `name` has
     the same content.
+
+    name: Name of a file with a value that no other run has, such as "wandb_run_id".
     """
     named = {start.get("folder") for start, _ in read_rows(folder, STARTS_FILE)}
     for original in [Path(path) for path in named if isinstance(path, str) and "\0" not in path]:

@@ -38,8 +38,8 @@ class Schedule:
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
         """Returns the settings of the model's thinking for training step `step`.
 
-        They are a copy of `usual`, with the number of cycles from the curriculum and the fraction of the
-        training that is done (`progress`).
+        usual: Settings of a run without a curriculum. The result is a copy of them, with the numbers of loops
+            from the curriculum, and with the fraction of the training that is done (`progress`).
         """
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
@@ -85,8 +85,8 @@ class Schedule:
 
         It is "finished" after the last step, "max_steps" if that key ended the run, and otherwise "stopped".
 
-        lacks_row: Whether the metrics of `step` are not logged yet. The status is then "stopped". The next
-        launch logs them.
+        lacks_row: Whether the metrics of `step` are not logged yet. The status is then "stopped", so that the
+            run is started again and logs them.
         """
         if step < self.end_step or lacks_row:
             return "stopped"

@@ -70,7 +70,9 @@ class TrainState:
         return self.mesh.data
 
     def numbers(self) -> dict[str, Any]:
-        """Returns {"step": step, "metrics": [metric sums of each rank]}, for state.json of a checkpoint.
+        """Returns {"step": step, "metrics": metric sums}, for state.json of a checkpoint.
+
+        The metric sums are a list with one dict for each rank, such as [{"loss": 70.5, ...}, ...].
 
         All ranks call it. On ranks other than 0, "metrics" may be None.
         """

@@ -157,7 +157,15 @@ def forward_and_backward(
     rng: SlotRng,
     is_asked_to_stop: Callable[[], bool],
 ) -> tuple[Carry, Sums]:
-    """Runs all micro-batches of this rank. Returns the new carry and the sums of the metrics."""
+    """Runs all micro-batches of this rank: forward passes, losses and backward passes.
+
+    Returns (puzzles and states after the thinking step, {name: sum of a metric over this rank's slots}).
+
+    active: Puzzle and state of each slot of this rank.
+    divisors: Numbers by which terms of the loss are divided, such as {"slots": 768, "cells": 5000.0}.
+    rng: Random numbers of this rank's slots.
+    is_asked_to_stop: Returns whether a signal has asked this rank to stop.
+    """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
     # A rank without slots has one empty micro-batch, because the other ranks wait for its messages.
@@ -192,9 +200,13 @@ def forward_and_backward(
 def update(
     state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
 ) -> tuple[Tensor, StepResult]:
-    """Updates all weights and the moving averages.
+    """Sums the gradients over ranks, and updates all weights and the moving averages.
 
-    Returns the gradient norm of the dense weights before clipping, and the result of `train_step`.
+    With local_steps > 1, the gradients are not summed.
+
+    Returns (norm of the dense weights' gradients before clipping, result of the training step).
+
+    rates: Learning rates "lr" of the dense weights and "puzzle_emb_lr" of the puzzle embeddings.
     """
     # 6. Sum the gradients over ranks, except with local steps.
     with clock.measure("sync"):

@@ -116,14 +116,20 @@ class Strategy:
         raise NotImplementedError
 
     def reset_to_weights(self) -> None:
-        """Must be called on all ranks after weights were loaded from a checkpoint."""
+        """Makes `LocalSteps` use the current weights as the previous common weights.
+
+        Call it on all ranks after weights were loaded from a checkpoint.
+        """
 
     def moments(self) -> Tensors:
         """Returns the state of the optimizers for a checkpoint, by name, such as "exp_avg.lm_head.weight"."""
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
-        """Returns further tensors that a checkpoint must contain: {name: tensor}."""
+        """Returns the outer momentum of `LocalSteps` for a checkpoint: {name of the weight: momentum}.
+
+        {} if there is none.
+        """
         return {}
 
 
@@ -270,11 +276,11 @@ def build_strategy(
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
-    """Returns the training steps since ranks last averaged their weights, if they do so after `step`.
+    """Returns the steps since the previous average of the weights over ranks, if `step` ends with one.
 
-    Otherwise returns an empty range. Ranks average their weights every `local_steps` steps, and after step
-    `total_steps`. Example: with local_steps = 4, the results for steps 7 and 8 are range(5, 5) and range(5,
-    9).
+    If it does not, returns an empty range. Ranks average their weights after every `local_steps` steps, and
+    after step `total_steps`. Example: With local_steps=4, the steps 4 and 8 end with an average. The result
+    is range(5, 9) for step 8, and range(5, 5) for step 7.
     """
     first = (step - 1) // local_steps * local_steps + 1
     is_synced = step % local_steps == 0 or step == total_steps

@@ -33,7 +33,7 @@ class LoggedRun:
     Attributes:
         config: Config of the run.
         steps: range(number of training steps already done, step after which this process ends).
-        info: Facts that are not in the config, such as num_parameters.
+        info: {name: value} of facts that are not in the config, such as {"num_parameters": 27000000}.
         tags: Names of the kinds of puzzles and of the architecture, such as ("sudoku", "hrm").
     """
 
@@ -59,7 +59,7 @@ class Logger(Protocol):
     A logger may also have these methods:
 
     - `log_puzzles(step, thoughts)` gets pictures of puzzles (`training.pictures.Thoughts`). It is called
-    before `log` of the same step.
+      before `log` of the same step.
     - `log_checkpoint(folder)` gets the folder of a complete checkpoint.
     - `step_done()` is called after each training step.
     - `set_activity(name)` gets what the run does now, such as "evaluating".

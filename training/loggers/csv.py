@@ -16,8 +16,8 @@ from training.loggers import LoggedRun
 class CsvFile:
     """Logger that writes metrics.csv into the run folder, with one column for each metric.
 
-    Each start of the run first writes the file again from metrics.jsonl. If a metric appears for the first
-    time, the file is written again with one more column.
+    When the run starts or resumes, the file is first written again from metrics.jsonl. If a metric appears
+    for the first time, the complete file is written again with one more column.
     """
 
     name = "csv"

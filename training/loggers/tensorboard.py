@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class TensorBoard:
     """Logger that writes TensorBoard files into the folder `tensorboard` of the run folder.
 
-    When a run first has this logger, it also writes the earlier records of metrics.jsonl. If the run resumes
-    from a checkpoint, TensorBoard no longer shows records after the step of this checkpoint.
+    If the folder does not contain such files yet, the logger first writes the rows of metrics.jsonl. If the
+    run resumes from a checkpoint, TensorBoard no longer shows values that were logged after the step of this
+    checkpoint.
     """
 
     name = "tensorboard"

@@ -42,8 +42,8 @@ _EVALUATED = ("eval/", "eval_raw/", "test/", "validation/")
 class WandbRun:
     """Logger that sends the metrics of a run to Weights & Biases (W&B).
 
-    If the W&B client fails, nothing more is sent. When the run is started again, the missing metrics are
-    sent.
+    If the W&B client fails, nothing more is sent until the run is started again. If W&B can then be reached,
+    the missing metrics are sent first.
     """
 
     name = "wandb"
@@ -109,9 +109,10 @@ class WandbRun:
         return f"To send it later, run `wandb sync --include-online {self._folder}/wandb/*run-*`."
 
     def _catch_up(self, *, is_new: bool) -> None:
-        """Sends metrics in metrics.jsonl that W&B does not have yet, and finds the best values so far.
+        """Sends the rows of metrics.jsonl that W&B does not have yet.
 
-        In offline mode, metrics are sent only if the W&B run is new.
+        In offline mode, they are sent only if the W&B run is new. In all modes, the best value of each
+        evaluation metric in metrics.jsonl is written to W&B's summary of the run (`_record_best`).
 
         is_new: Whether the W&B run is new.
         """
@@ -155,9 +156,12 @@ class WandbRun:
         self._last_step = step
 
     def _record_best(self, metrics: dict[str, Any]) -> None:
-        """Updates the best values so far of the evaluation metrics in W&B's summary of the run.
+        """Updates the best value so far of each evaluation metric, as best/<metric> in W&B's summary.
 
-        They also include the values from before the run was resumed. W&B itself does not consider these.
+        Values from before the run was resumed are included. W&B itself would not include them.
+
+        metrics: {metric: value} of one row of metrics.jsonl. Other metrics than those of evaluations are
+        ignored.
         """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
@@ -170,7 +174,9 @@ class WandbRun:
             self._run.log({PICTURES: wandb.Html(thoughts.html())}, step=step)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Sends a checkpoint to W&B, if the config key `wandb_log_checkpoints` asks for it.
+        """Sends a checkpoint to W&B, depending on the config key `wandb_log_checkpoints`.
+
+        With "all", sends it. With "best", sends it if it is the best so far. With "none", does nothing.
 
         folder: Folder of a complete checkpoint.
         """
@@ -180,7 +186,7 @@ class WandbRun:
             self._extras.submit(str(folder), lambda: self._log_folder(folder, aliases))
 
     def close(self, *, has_failed: bool) -> None:
-        """Sends the remaining data, and ends the run at W&B. Waits at most 60 s for large files.
+        """Sends the remaining data, and ends the run at W&B. Waits at most 60 s for code and checkpoints.
 
         has_failed: Whether an exception ended the training.
         """
@@ -207,7 +213,7 @@ class WandbRun:
         self._run.log_artifact(artifact)
 
     def _log_folder(self, folder: Path, aliases: list[str]) -> None:
-        """Sends a checkpoint to W&B as an artifact. The folder may be removed afterwards.
+        """Sends a checkpoint to W&B as a new version of an artifact.
 
         aliases: Names of this version at W&B, such as "latest" and "best".
         """
