@@ -75,14 +75,14 @@ def load_into_(
     (`Shard.is_by_rank`), for example the optimizer state with local_steps > 1. If the number of ranks has
     changed, every rank loads the mean of the values that the ranks saved.
 
-    section: Name of a group of tensors in the checkpoint, such as "optimizer".
+    section: Name of a section (a group of tensors) of the checkpoint, such as "optimizer".
     targets: {name: full tensor or shard} on this rank, changed in place. If empty, nothing is read.
-    is_optional: Whether the group may be missing. The targets then do not change.
+    is_optional: Whether the section may be missing. The targets then do not change.
     remote_names: Ends of names. A stored tensor whose name ends with one of them may be missing in `targets`,
         because only other ranks hold it.
     casts: Names of tensors that may be stored in another floating-point dtype. Their values are converted.
 
-    Returns False if an optional group is missing, otherwise True. Raises ValueError if names, shapes or
+    Returns False if an optional section is missing, otherwise True. Raises ValueError if names, shapes or
     dtypes differ, or if files are missing.
     """
     if not targets or (is_optional and not find_files(folder, section)):
@@ -96,10 +96,12 @@ def load_into_(
             raise _does_not_fit(folder, stored.key, stored=stored.shape, current=None)
         absent.discard(stored.key)
         target, weight = targets[stored.key], 1.0
-        # If the number of ranks has changed, the shapes [ranks, ...] differ. Use only this rank's row.
+        # Shapes are those of the full tensor. A tensor with another value on every rank is stored as [ranks,
+        # ...]. If the shapes are equal, each rank loads its part. Otherwise, the number of ranks or the key
+        # local_steps has changed. Then each rank loads the same value: the stored tensor, or the mean of its
+        # rows. It is computed row by row: row n changes the mean by a fraction of 1 / n.
         if _shape_of(target) != stored.shape and isinstance(target, Shard) and target.is_by_rank:
             target = target.tensor[0]
-        # Compute the mean of the rows of all ranks that saved. Row n changes the mean by a fraction of 1 / n.
         if _shape_of(target) != stored.shape and stored.is_by_rank:
             num_read[stored.key] += 1
             stored, weight = stored.alone(), 1 / num_read[stored.key]

@@ -5,23 +5,31 @@ The life of a checkpoint is in six files. The order of the calls is:
 A save, after each step for which a checkpoint is due:
 
 1. pretrain.py: `run_steps` calls `CheckpointManager.save` (this file).
-2. training/state.py: `TrainState.sections` and `exports` return the tensors of this rank, and `numbers`
-   the step and the metric sums. `save` adds the other contents of state.json.
+2. training/state.py: `TrainState.numbers` returns the step and the metric sums. `save` adds the other
+   contents of state.json. `TrainState.sections` and `exports` return the tensors of this rank.
 3. checkpointing/writer.py: `CheckpointWriter.start` copies the tensors to host memory. Training continues. A
    thread on each rank writes the files of this rank into a temporary folder. Rank 0 writes the manifest, and
    renames the folder to step_<N>.
 
 A resume, at the start of the next launch:
 
-4. pretrain.py: `train` calls `CheckpointManager.resume` (this file).
+4. pretrain.py: `train` calls `CheckpointManager.resume` (this file). Before that, `open_run_folder` has
+   compared the config with that of the stored run.
 5. checkpointing/files.py: `choose_checkpoint` chooses a checkpoint on rank 0, and compares its files with the
    manifest.
 6. training/state.py: `TrainState.load_` overwrites the state of step 0. `load_into_`
    (checkpointing/tensors.py) reads the tensors and shards of this rank from any number of files.
+7. `resume` removes rows of later steps from metrics.jsonl, and restores the best metric so far. Then
+   pretrain.py: `run_steps` reads batches from the next step on.
 
-A checkpoint is a folder step_<N>. It contains the files of its sections, state.json, config.yaml, hashes of
-the training examples (trained_on.safetensors), and manifest.json with size and hash of each file. Reading it
-does not unpickle or execute anything.
+The following is not stored, because it depends only on the step and the config: random numbers
+(models/random.py), the position in the data (dataset/plan.py), the learning rates (training/schedule.py),
+and the step count of AdamATan2 (`Weights.update_` passes it). With local steps, a checkpoint is saved only
+after a step that made the weights of all ranks equal.
+
+A checkpoint is a folder step_<N>. It contains tensors (in files for each section, such as "optimizer"),
+state.json, config.yaml, hashes of the training examples (trained_on.safetensors), and manifest.json with the
+size and hash of each file. Reading it does not unpickle or execute anything.
 """
 
 import json

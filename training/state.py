@@ -82,7 +82,7 @@ class TrainState:
     def sections(self) -> dict[str, Tensors]:
         """Returns the tensors that a checkpoint needs to continue this run.
 
-        The result is {group of tensors: {name: value}}, for example with the group "optimizer". A value is a
+        The result is {section: {name: value}}, for example with the section "optimizer". A value is a
         `Tensor` if each rank holds the full tensor. Otherwise it is a `Shard`: the elements on this rank, and
         their positions in the full tensor. Values are not copied, because loading writes into them.
         """
@@ -96,8 +96,8 @@ class TrainState:
             "weights": self.model.network.state_dict()
             | self.weights.tensors()
             | self._mark_copies(self.table.rows()),
-            # {"<moment>.<weight>": value}, such as "exp_avg.lm_head.weight". With local steps, each rank has
-            # its own moments.
+            # {"<moment>.<weight>": value}, such as "first_moment.lm_head.weight" with optimizer=adam_atan2.
+            # With local steps, each rank has its own moments.
             "optimizer": self.strategy.moments(),
             # {weight: momentum of the merges} with `local_steps` and `outer_momentum`, otherwise {}.
             "outer_optimizer": self.strategy.tensors(),
@@ -120,14 +120,17 @@ class TrainState:
         return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
-        # Tensor-parallel rank 0 also holds these shards, so only it saves them.
+        # Tensor-parallel ranks work on the same puzzles, so they hold equal carries, puzzle embeddings, and
+        # averages of weights outside of blocks. Only index 0 of the group saves these. Weights of blocks are
+        # divided among the ranks, so each rank saves its part. (`FlatParameters.shards` and
+        # `Weights.moments` mark other copies.)
         if self.mesh.tensor.index == 0:
             return tensors
-        cut = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
+        of_blocks = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
         copies = {
             name: value._replace(is_copy=True)
             for name, value in tensors.items()
-            if isinstance(value, Shard) and name.removeprefix("average.") not in cut
+            if isinstance(value, Shard) and name.removeprefix("average.") not in of_blocks
         }
         return tensors | copies
 

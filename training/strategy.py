@@ -122,7 +122,7 @@ class Strategy:
         """
 
     def moments(self) -> Tensors:
-        """Returns the state of the optimizers for a checkpoint, by name, such as "exp_avg.lm_head.weight"."""
+        """Returns the optimizer state for a checkpoint: {"first_moment.lm_head.weight": tensor, ...}."""
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
