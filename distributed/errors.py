@@ -75,7 +75,8 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
     Prints one line. The traceback goes to this rank's log file.
 
     is_already_reported: Function that returns whether the watchdog (`distributed.watchdog`) is about to end
-    all ranks. If it returns True, the exception is raised again without a message.
+    all ranks. If it returns True, the exception is raised again without a message, because the watchdog
+    prints one.
     """
     try:
         yield

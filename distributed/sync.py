@@ -70,7 +70,7 @@ class GradientSync:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which a backward pass adds to the flat tensor `flat.gradients`."""
+        """Context manager for a backward pass. It sets the `grad` of bfloat16 parameters (mixed precision)."""
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
