@@ -151,7 +151,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_type(name: str) -> str:
-    """Returns the device type that a value of the config key `device` means on this machine.
+    """Returns the device type that a value of the config key `device` means here.
 
     The result is "cuda", "mps" or "cpu".
 
