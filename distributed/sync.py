@@ -70,7 +70,11 @@ class GradientSync:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager for a backward pass. It sets the `grad` of bfloat16 parameters (mixed precision)."""
+        """Context manager for a backward pass.
+
+        In mixed precision, it sets the `grad` of bfloat16 parameters to views of `flat.gradients`. Outside,
+        it is None.
+        """
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:

@@ -23,10 +23,9 @@ _SIOCGIFADDR = 0x8915  # from Linux's sockios.h
 def listen_like_gloo() -> socket.socket:
     """Opens a TCP server at the address that torch's backend gloo would use.
 
-    Returns the server's socket. The port is any free one. If the environment variable GLOO_SOCKET_IFNAME
-    names a network interface,
-    the server has the address of this interface. Otherwise it has the address of the host name, or 127.0.0.1
-    if that cannot be used. Raises ValueError if the interface does not exist.
+    Returns the server's socket. If the environment variable GLOO_SOCKET_IFNAME names a network interface, the
+    server has the address of this interface. Otherwise it has the address of the host name, or 127.0.0.1 if
+    that cannot be used. The port is any free one. Raises ValueError if the interface does not exist.
     """
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:

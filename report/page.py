@@ -47,7 +47,8 @@ def write_report(
         output: File to write. If None, report.html in the run folder.
         data: Dataset folders to take the shown test puzzles from. If None, the data of the run.
         num_puzzles: Maximum number of test puzzles that the model solves. If 0, the model does not run.
-        traced: Answers of the model. If given, `data` and `num_puzzles` have no effect.
+        traced: Test puzzles and the answers of the model to them. If given, `data` and `num_puzzles` have no
+            effect.
         evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
         warn: Function that is called with the text of each warning.
 

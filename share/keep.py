@@ -77,8 +77,8 @@ def keep(options: argparse.Namespace) -> None:
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
     """Returns the smallest dtype for the weights that does not change the model's answers.
 
-    Tries float8_e4m3fn, then float16, then float32. Compares the answers to `count` puzzles of each test set
-    with those of the unchanged weights. Prints how many answers change.
+    Tries float8_e4m3fn, then float16. If both change an answer, returns float32. Compares the answers to
+    `count` puzzles of each test set with those of the unchanged weights. Prints how many answers change.
     """
     formats = ["float32", checkpoint.arch.forward_dtype]
     expected = [answer(checkpoint, data, torch.float32, name, count=count) for name in formats]
