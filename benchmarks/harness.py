@@ -78,8 +78,8 @@ def benchmark_parser(
 def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses and checks the command line of a benchmark. Exits if it is invalid.
 
-    The result has an additional attribute `load`. It measures how much CPU time other programs use from now
-    on.
+    The result has an additional attribute `load` (`Load`), which measures how many CPU cores other programs
+    use from now on.
     """
     arguments = parser.parse_args(argv)
     if arguments.quick:
