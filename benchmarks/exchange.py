@@ -78,7 +78,7 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes a training step, then takes the mean of the weights of all ranks. All ranks call it."""
+        """Makes a training step, then averages the weights over ranks. All ranks call it."""
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0

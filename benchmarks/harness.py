@@ -239,7 +239,9 @@ def program_environment(threads: int = 1) -> dict[str, str]:
 
 
 def run_program(*arguments: object, processes: int = 1, threads: int = 1) -> None:
-    """Runs a Python program of this repository. If it fails, exits with its last line.
+    """Runs a Python program of this repository to its end.
+
+    If it fails, exits this program with a message that contains the last line of its output.
 
     arguments: Arguments of python, such as "pretrain.py", "experiment=demo".
     threads: Number of threads in each process.

@@ -88,7 +88,9 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The network of HRM or TRM, computed as in the code that the authors of the model published.
+    """The network of HRM or TRM, with the operations of the public code.
+
+    The public code is the code that the authors of HRM and TRM published.
 
     arch: Config of the architecture.
     batch_size: Number of puzzles in each batch.
@@ -273,9 +275,10 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """Trains HRM or TRM as the code that the authors of the model published, in one process.
+    """Trains HRM or TRM as the public code does, in one process.
 
-    The benchmark `benchmarks.step` measures its speed.
+    The public code is the code that the authors of HRM and TRM published. The benchmark `benchmarks.step`
+    measures its speed.
 
     config: Config of pretrain.py.
     weights: Initial weights, the state_dict of the same model in this repository.
