@@ -91,6 +91,8 @@ def stored_bytes(state: TrainState) -> dict[str, int]:
     """Returns how many bytes this rank stores between training steps.
 
     Example: {"weights": 4096, "moments": 8192}.
+
+    state: State of a training on this rank.
     """
     weights = list(state.model.network.parameters())
     gradients = [view for flat in state.weights.flats for view in flat.views(flat.gradients).values()]

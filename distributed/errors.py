@@ -25,7 +25,7 @@ def collective_errors() -> Iterator[None]:
     """Context manager that exits on all ranks with status 1 if any rank fails.
 
     All ranks enter it. Rank 0 prints the message of the first rank that raised an exception. The block must
-    not communicate.
+    not communicate with other ranks, because they would wait forever for a rank that has failed.
     """
     failure = None
     try:

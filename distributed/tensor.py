@@ -126,10 +126,11 @@ def cut_tensors(
 ) -> dict[str, Cut]:
     """Applies tensor parallelism: replaces weights by the parts that this rank holds, in place.
 
-    Returns {name of a replaced weight: its `Cut`}. Also adds hooks that sum activations over ranks. The
-    number of ranks must divide the middle axis of every weight in a plan.
+    Returns {name of a replaced weight: its `Cut`}. Also adds hooks to each layer with a plan. They sum the
+    output of the layer over ranks, and in the backward pass the gradient of its input. The number of ranks
+    must divide the middle axis of every weight in a plan.
 
-    ranks: Ranks that divide the weights. plan_of: Function that returns the plan of a layer, or None if
+    ranks: Ranks that divide the weights. plan_of: Function that returns the `Plan` of a layer, or None if
     every rank keeps the full layer.
     """
     cuts: dict[str, Cut] = {}

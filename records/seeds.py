@@ -164,7 +164,8 @@ class Rerun:
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
         """Returns the log of the last training with a seed, as a list of dicts.
 
-        Each dict has the additional key "seconds": the time to build the data and to train up to this point.
+        A dict belongs to one training step. It has the additional key "seconds": the time to build the data
+        and to train up to this step.
 
         data_seconds: Seconds that building the data took.
         """
@@ -291,9 +292,9 @@ class Clock:
     log: Log of a training (metrics.jsonl) that runs in the block, or None.
 
     Attributes:
-        seconds: Time so far.
+        seconds: Time in all `with` blocks so far.
         processor_seconds: CPU time of the child processes that ended in a `with` block.
-        times: {training step: seconds when its record appeared in `log`}.
+        times: {training step: value of `seconds` when its record appeared in `log`}.
     """
 
     def __init__(self, path: Path, *, log: Path | None = None):

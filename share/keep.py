@@ -100,8 +100,8 @@ def answer(
 ) -> dict[tuple[str, int], np.ndarray]:
     """Returns the model's answers to `count` test puzzles, with weights rounded to `dtype`.
 
-    The answers are {(test set, index among the chosen puzzles): tokens [seq_len]}. Puzzles that a search
-    model (LDT) does not decide are left out.
+    The answers are {(test set, index among the chosen puzzles): tokens [seq_len]}. Puzzles to which a search
+    model (LDT) finds no answer are left out.
 
     dtype: Dtype to round the weights to.
     forward_dtype: Dtype of the computation, such as "float32".
@@ -132,7 +132,10 @@ def answer(
 
 
 def choose_puzzles(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
-    """Returns the indices of up to `count` evenly spaced puzzles, int64 [n], ascending."""
+    """Returns the indices of up to `count` evenly spaced puzzles of a test set.
+
+    The indices are int64 [n], in ascending order.
+    """
     num_puzzles = len(puzzle_set.puzzle_identifiers)
     count = min(count, num_puzzles)
     return np.arange(count) * num_puzzles // count

@@ -29,14 +29,14 @@ _GRACE_SECONDS = 120  # a run that was asked to stop is killed after this time
 class Trial:
     """Runs the trainings of one combination of hyper-parameters, one for each seed.
 
-    The trainings are child processes, one after the other. If the caller sets `is_stopped`, the current
-    training saves a checkpoint and ends.
+    The trainings are child processes, one after the other. If the caller sets `is_stopped` to True, the
+    current training saves a checkpoint and ends.
 
     Args:
         drawn: Trial of Optuna with the chosen values.
         commands: {run folder: command that starts or continues the training}.
         selection: Metric by which trainings are compared, and whether a low or a high value is better.
-        max_steps: Step at which each training ends. If None, its last step.
+        max_steps: Step at which each training ends. If None, it ends after all steps of its config.
         cores: CPU cores of the trainings. If None, all cores.
     """
 
