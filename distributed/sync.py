@@ -72,8 +72,8 @@ class GradientSync:
     def attached(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for a backward pass.
 
-        In mixed precision, it sets the `grad` of bfloat16 parameters to views of `flat.gradients`. Outside,
-        it is None.
+        In mixed precision, it sets the `grad` of bfloat16 parameters to views of `flat.gradients`. After the
+        block, their `grad` is None again.
         """
         return self.flat.gradients_attached(self._views)
 

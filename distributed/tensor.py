@@ -44,9 +44,9 @@ class _Sum(torch.autograd.Function):
 class Cut(NamedTuple):
     """Describes which part of a weight a rank holds in tensor parallelism.
 
-    The full weight, of shape `shape`, is viewed as [outer, middle, rest]. The rank holds `view[:,
-    begin:end]`, a slice of one axis. Example: a weight [8, 6] has 6 input features. With outer=8, middle=6,
-    begin=0 and end=3, the part is weight[:, 0:3].
+    If the full weight is viewed as [outer, middle, rest], the rank holds [:, begin:end] of this view.
+    Example: a weight [8, 6] has 6 input features. With outer=8, middle=6, begin=0 and end=3, the part is
+    weight[:, 0:3].
 
     Attributes:
         shape: Shape of the full weight.

@@ -138,10 +138,10 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
 def tune(
     plan: dict[str, Any], model_name: str, lr: float, folder: Path, *, forward_dtype: NumberFormat
 ) -> dict[str, float]:
-    """Trains a model with a learning rate, and evaluates it on held-out training puzzles.
+    """Trains a model with one learning rate, and evaluates it on held-out training puzzles.
 
     Returns a dict with "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells),
-    "petaflops" and "processor_hours".
+    "petaflops" (operations of the training, in 1e15) and "processor_hours" (its CPU time).
 
     plan: Content of records/comparison.yaml.
     model_name: Name of the model in the plan.

@@ -131,7 +131,7 @@ def check_packages() -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills a jinja2 template of this folder, such as "run.html.jinja". Returns the HTML.
+    """Fills a jinja2 template of the folder report/, such as "run.html.jinja". Returns the HTML.
 
     values: Values of the template's variables. Special characters of HTML are escaped.
     """
