@@ -47,7 +47,7 @@ class Scalars:
         self._names, self.values, self._ranks, self.is_closed = tuple(names), values, ranks, False
 
     def add(self, **numbers: float | Tensor) -> None:
-        """Adds to the numbers of this rank. Example: `add(loss=0.5)` adds 0.5 to its loss.
+        """Adds to the numbers of this rank. Example: `add(loss=0.5)` adds 0.5 to the number "loss".
 
         If gradients are sent as bfloat16 (sync_dtype), these numbers are also rounded to bfloat16.
         """

@@ -267,7 +267,7 @@ def _warn_of_restarts(hosts: list[str]) -> None:
 
 
 def check_folder_is_shared(folder: Path) -> None:
-    """Checks that every rank sees rank 0's folder.
+    """Checks that every machine sees the same folder as rank 0.
 
     If not, all ranks exit with status 1. All ranks call it. The message names the machines that do not see
     the folder.

@@ -78,10 +78,10 @@ class GradientSync:
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
-        """Waits until `flat.gradients` is the sum over all ranks.
+        """Completes the sum of `flat.gradients` over all ranks, in place.
 
-        All ranks call it, after the last backward pass of a training step. Returns the numbers that were
-        sent with the gradients: {name: values of all ranks, [ranks]}.
+        All ranks call it, after the last backward pass of a training step. Returns the numbers that were sent
+        with the gradients: {name: values of all ranks, [ranks]}.
         """
         raise NotImplementedError
 
