@@ -78,7 +78,7 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes a training step, and merges the weights of all ranks. All ranks call it."""
+        """Makes a training step, then averages the weights over ranks. All ranks call it."""
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0
@@ -158,7 +158,8 @@ def _measure_exchange(options: argparse.Namespace) -> None:
 def _measure_cluster(options: argparse.Namespace) -> None:
     """Measures the efficiency of a training on the machines of torchrun. All ranks call it.
 
-    If the efficiency is below the option --at-least, ends all ranks with an error.
+    The efficiency is the time of a step without messages, divided by the time of a step. If it is below the
+    option --at-least, ends all ranks with an error.
     """
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}

@@ -78,8 +78,8 @@ def benchmark_parser(
 def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses and checks the command line of a benchmark. Exits if it is invalid.
 
-    The result has an additional attribute `load`. It measures how much CPU time other programs use from now
-    on.
+    The result has an additional attribute `load` (`Load`), which measures how many CPU cores other programs
+    use from now on.
     """
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -239,7 +239,9 @@ def program_environment(threads: int = 1) -> dict[str, str]:
 
 
 def run_program(*arguments: object, processes: int = 1, threads: int = 1) -> None:
-    """Runs a Python program of this repository. If it fails, exits with its last line.
+    """Runs a Python program of this repository to its end.
+
+    If it fails, exits this program with a message that contains the last line of its output.
 
     arguments: Arguments of python, such as "pretrain.py", "experiment=demo".
     threads: Number of threads in each process.

@@ -91,6 +91,8 @@ def stored_bytes(state: TrainState) -> dict[str, int]:
     """Returns how many bytes this rank stores between training steps.
 
     Example: {"weights": 4096, "moments": 8192}.
+
+    state: State of a training on this rank.
     """
     weights = list(state.model.network.parameters())
     gradients = [view for flat in state.weights.flats for view in flat.views(flat.gradients).values()]
@@ -111,8 +113,8 @@ def stored_bytes(state: TrainState) -> dict[str, int]:
 def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, float], dict[str, Sent]]:
     """Computes from formulas how many bytes each rank should store and send.
 
-    Returns ({part: stored bytes}, {purpose: (number of messages, bytes) in a training step}). A part is a
-    name such as "weights", a purpose a name such as "sums of gradients".
+    Returns ({part: stored bytes}, {purpose: (number of messages, bytes) in a training step}). Example of a
+    part: "weights". Example of a purpose: "sums of gradients".
     """
     counter = count_steps(config, metadata)
     needs = Needs(config, counter, layout_of(config, world_size()))

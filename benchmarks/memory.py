@@ -45,7 +45,8 @@ class _Memory:
     def memory_bytes(self) -> dict[str, int]:
         """Returns how many bytes of tensors this rank stores, and its peak memory as "peak".
 
-        Example: {"weights": 4096, "optimizer": 8192, "peak": 1048576}.
+        The tensors are grouped by their part of a checkpoint. Example: {"weights": 4096, "optimizer": 8192,
+        "peak": 1048576}.
         """
         parts = {
             part: sum(tensor.nbytes for tensor in tensors.values())

@@ -88,12 +88,15 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The network of HRM or TRM, with the operations of the authors' code.
+    """The network of HRM or TRM, with the operations of the public code.
+
+    The public code is the code that the authors of HRM and TRM published.
 
     arch: Config of the architecture.
     batch_size: Number of puzzles in each batch.
-    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The authors' code uses plain
-    matrix products there.
+    flash_attention: Only for HRM on a CPU. If True, its attention is torch's scaled_dot_product_attention. If
+    False, it consists of plain matrix products, as in the public code. In all other cases, attention is
+    scaled_dot_product_attention.
     """
 
     def __init__(self, arch: Any, metadata: Metadata, *, batch_size: int, flash_attention: bool):
@@ -192,8 +195,8 @@ class Carry(NamedTuple):
 class _ModelWithLoss(nn.Module):
     """Runs the network once on a batch, and computes the loss.
 
-    If a puzzle ended in the call before, the puzzle at the same position of `batch` replaces it. Returns (new
-    state of the batch, loss, {metric: sum over the batch}).
+    The batch of the previous call continues. If a puzzle of it has ended, the puzzle at the same position of
+    `batch` replaces it. Returns (new state of the batch, loss, {metric: sum over the batch}).
     """
 
     def __init__(self, network: Network):
@@ -272,15 +275,17 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """Trains HRM or TRM as the authors' code does, in one process.
+    """Trains HRM or TRM as the public code does, in one process.
 
-    The benchmark measures its speed.
+    The public code is the code that the authors of HRM and TRM published. The benchmark `benchmarks.step`
+    measures its speed.
 
     config: Config of pretrain.py.
     weights: Initial weights, the state_dict of the same model in this repository.
-    compile_model: Whether to compile the complete model, as the authors' code does on CUDA.
-    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The authors' code uses plain
-    matrix products there.
+    compile_model: Whether to compile the complete model, as the public code does on CUDA.
+    flash_attention: Only for HRM on a CPU. If True, its attention is torch's scaled_dot_product_attention. If
+    False, it consists of plain matrix products, as in the public code. In all other cases, attention is
+    scaled_dot_product_attention.
     """
 
     def __init__(
@@ -308,9 +313,10 @@ class PublishedTrainer:
         self.carry = self._initial_carry(metadata)
 
     def step(self, batch: dict[str, Tensor]) -> dict[str, float]:
-        """Makes a training step on a batch. Returns {metric: sum over the batch}.
+        """Makes a training step. Returns {metric: sum over the batch}.
 
-        Sums of accuracies only include puzzles that halt in this step.
+        Sums of accuracies only include puzzles that end in this step. In the next step, new puzzles of
+        `batch` replace them.
 
         batch: Tensors "inputs", "labels" and "puzzle_identifiers", on the device of the model.
         """

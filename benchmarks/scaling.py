@@ -24,9 +24,11 @@ from benchmarks.worlds import Trainer, World, model_sizes, take_turns, world_par
 
 
 class _Step:
-    """Models in training, one for each batch size.
+    """Models in training, to measure weak and strong scaling.
 
-    The benchmark times the functions in the dict `turns`, {"weak" or "strong": training step}.
+    In weak scaling, each process has the same batch size for every number of processes. In strong scaling,
+    the processes divide one batch of fixed size. The benchmark times the functions in the dict `turns`,
+    {"weak" or "strong": training step}.
 
     puzzles: {"weak" or "strong": batch size of each process}.
     """

@@ -49,7 +49,8 @@ _CLONE_NEWNET = 0x40000000  # from sched.h of Linux
 def world_parser(name: str, *, description: str, compares_numbers: bool = False) -> OneLineParser:
     """Returns the command-line parser of a benchmark that trains one model on several processes.
 
-    compares_numbers: Whether the benchmark compares several numbers of processes with one process.
+    compares_numbers: Whether the option --processes takes several numbers, because the benchmark compares
+    them with one process.
     """
     parser = benchmark_parser(name, description=description, rounds=7, threads="1")
     options = {"nargs": "+", "default": [1, 2]} if compares_numbers else {"default": 2}
@@ -178,11 +179,13 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
 
 
 def timed(contender: Any, turn: str, warm_calls: int) -> float:
-    """Calls one of the object's functions, and returns the seconds it takes. All ranks call it.
+    """Calls a function of a compared implementation, and returns the seconds it takes.
 
-    contender: Object with a dict `turns` of functions.
+    All ranks call it.
+
+    contender: Object of the implementation. Its attribute `turns` is a dict of functions.
     turn: Key of the function in `turns`.
-    warm_calls: Number of calls before the timed one.
+    warm_calls: Number of untimed calls before the timed one.
     """
     for _ in range(warm_calls):
         contender.turns[turn]()
@@ -219,9 +222,11 @@ class Trainer:
 
     All ranks create it and call `step`.
 
-    overrides: key=value arguments of pretrain.py. If they set no dtype, rank 0 chooses one.
+    overrides: key=value arguments of pretrain.py. If they set no dtype, all ranks use the one that is fast on
+    rank 0's processor.
     puzzles: Batch size of each process.
     rows: Number of puzzle embeddings.
+    seq_len: Number of tokens of a puzzle.
     compiles: Whether to use torch.compile.
     keeps_memory: Whether the memory allocator keeps freed memory for later, as in a real training, instead of
     returning it to the system.
@@ -297,6 +302,7 @@ def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
     The batch is in pinned memory if CUDA is available.
 
     size: Number of puzzles.
+    metadata: Sizes of the dataset: tokens of a puzzle, vocabulary, and number of puzzle embeddings.
     """
     generator = torch.Generator().manual_seed(seed)
 

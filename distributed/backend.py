@@ -90,7 +90,8 @@ def choose_backend(name: str, device: torch.device) -> str:
     Raises ValueError if torch or the device does not support the backend. Also raises ValueError if the
     environment variable GLOO_SOCKET_IFNAME names a network interface that does not exist.
 
-    name: Value of the config key `backend`: "auto", "nccl" or "gloo". device: Device of this rank.
+    name: Value of the config key `backend`: "auto", "nccl" or "gloo". "auto" means NCCL if the device is a
+    GPU and torch has NCCL, otherwise gloo. device: Device of this rank.
     """
     is_cuda = device.type == "cuda"
     if name == "auto":
@@ -150,9 +151,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_type(name: str) -> str:
-    """Returns the device type that a value of the config key `device` means on this machine.
+    """Returns the device type that a value of the config key `device` means here.
 
-    The result is "cuda", "mps" or "cpu". Does not check that the device exists, unless name is "auto".
+    The result is "cuda", "mps" or "cpu".
+
+    name: "cuda", "mps", "cpu" or "auto". "auto" means "cuda" if this machine has a CUDA GPU. Otherwise it
+    means "mps" on an Apple GPU if there is only one process, and else "cpu". Other values are returned
+    without a check.
     """
     if name != "auto":
         return name

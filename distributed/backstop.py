@@ -22,7 +22,11 @@ _DUMP_SIGNAL = signal.SIGQUIT  # Python does not use this signal; Ctrl-\ sends i
 
 
 class Backstop:
-    """Starts a helper process that kills this process if `renew` is not called in time."""
+    """Starts a helper process that kills this process if `renew` is not called in time.
+
+    `renew(seconds)` sets the time limit for the next call of `renew`. If the limit is exceeded, the helper
+    first makes this process print the stacks of its threads.
+    """
 
     def __init__(self) -> None:
         faulthandler.register(

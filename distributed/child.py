@@ -58,7 +58,8 @@ def start_child(
 def why_it_failed(output: str, status: int) -> str:
     """Returns the first error message in the output of a failed program.
 
-    If the output contains no error message, returns a text such as "ended with status 137: <last line of the
+    An error message is the rest of a line that starts with "error: ", also after the name of a program. If
+    the output contains no error message, returns a text such as "ended with status 137: <last line of the
     output>".
 
     output: Text of stdout and stderr. status: Exit status of the program.

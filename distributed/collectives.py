@@ -71,7 +71,7 @@ class Ranks:
         Returns one list for each argument, with its values on all ranks. Example: rank 0 passes (2, 5) and
         rank 1 passes (3, 7). Both get [[2, 3], [5, 7]].
 
-        device: Device of the tensor that is sent.
+        device: Device of the tensor in which the integers are sent. The backend of the group must support it.
         """
         if not self.is_distributed:
             return [[count] for count in counts]
@@ -154,12 +154,13 @@ class Ranks:
         return part
 
     def all_gather_ranges_(self, full: Tensor, ranges: Sequence[slice]) -> None:
-        """Fills a tensor [n] on all ranks.
+        """Fills the tensor `full` on all ranks, from ranges of it that the ranks hold.
 
-        Rank r sends its elements `full[ranges[r]]` to the others. All ranks call it. If the ranges are
-        adjacent and of equal length, one message is sent. Otherwise, each range is a message.
+        Rank r sends `full[ranges[r]]` to the others. All ranks call it. If the ranges have equal length and
+        cover the start of the tensor without gaps, one collective is called. The last ranges may then be
+        shorter or empty. Otherwise, there is one broadcast for each range that is not empty.
 
-        full: Tensor to fill in place. ranges: One range for each rank, disjoint. All ranks pass the same
+        full: Tensor [n] to fill in place. ranges: One range for each rank, disjoint. All ranks pass the same
         ranges.
         """
         if not self.is_distributed:
@@ -189,16 +190,16 @@ ALONE = Ranks()
 class AllToAllPlan:
     """Exchanges rows of a table that is divided among ranks.
 
-    Rank i % size stores row i. On that rank, its row number is i // size. All ranks of the group
-    create a plan together, and call its methods together.
+    With P ranks, rank i % P stores row i of the table, as row i // P of its own part. All ranks of the group
+    create an `AllToAllPlan` together, and call its methods together.
 
     Args:
-        identifiers: int64 [n], the table rows that this rank needs.
+        identifiers: int64 [n], numbers of the table rows that this rank needs.
         ranks: Ranks that divide the table.
 
     Attributes:
-        local_rows: int64 [m], the rows that any rank needs from this rank, as row numbers on this rank.
-            The rows that rank 0 needs come first.
+        local_rows: int64 [m], rows of this rank's part that ranks need, as row numbers in the part. The rows
+            that rank 0 needs come first. If two ranks need a row, it appears twice.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
@@ -216,7 +217,7 @@ class AllToAllPlan:
 
         All ranks call it.
 
-        owned_rows: All table rows that this rank stores.
+        owned_rows: The part of the table that this rank stores, [number of its rows, ...].
         """
         lent = owned_rows[self.local_rows]
         arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
@@ -226,7 +227,7 @@ class AllToAllPlan:
         """Sends row i of `rows` [n, ...] to the rank that stores table row `identifiers[i]`.
 
         All ranks call it. Returns the rows that this rank received, [m, ...]. Received row j belongs to row
-        `local_rows[j]` of this rank.
+        `local_rows[j]` of the part that this rank stores.
         """
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
@@ -292,9 +293,9 @@ class RankSums:
     def add(self, scalars: dict[str, Tensor]) -> None:
         """Adds the numbers of one step to the sums.
 
-        All ranks must pass the same names.
+        All ranks must pass the same names. Names that were not passed to the constructor are ignored.
 
-        scalars: {name: scalar tensor}. Names that were not passed to the constructor are ignored.
+        scalars: Numbers of this rank, {name: scalar tensor}.
         """
         zero = self._sums.new_zeros(())
         self._sums += torch.stack([scalars.get(name, zero).to(self._sums.dtype) for name in self._names])
@@ -346,7 +347,8 @@ def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], in
     where it differs, lowest rank that has it). Example: ("lm_head.weight", [3], 0) means that the tensor on
     rank 3 differs from the one on rank 0. The result is the same on all ranks.
 
-    tensors: {(name, part of the full tensor): tensor}. A rank may lack keys that other ranks have.
+    tensors: {(name, part): tensor} of this rank. `part` is a tuple that says which part of the full tensor it
+    is, such as the `spans` of a `Shard`. A rank may lack keys that other ranks have.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))

@@ -25,7 +25,7 @@ def collective_errors() -> Iterator[None]:
     """Context manager that exits on all ranks with status 1 if any rank fails.
 
     All ranks enter it. Rank 0 prints the message of the first rank that raised an exception. The block must
-    not communicate.
+    not communicate with other ranks, because they would wait forever for a rank that has failed.
     """
     failure = None
     try:
@@ -75,7 +75,8 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
     Prints one line. The traceback goes to this rank's log file.
 
     is_already_reported: Function that returns whether the watchdog (`distributed.watchdog`) is about to end
-    all ranks. If it returns True, the exception is raised again without a message.
+    all ranks. If it returns True, the exception is raised again without a message, because the watchdog
+    prints one.
     """
     try:
         yield

@@ -26,7 +26,7 @@ class FailureRecord:
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
-        """If the run failed earlier, prints how long ago it failed, and removes the file.
+        """If the run failed earlier, prints how long ago it failed, and removes this record.
 
         Call it after the first training step of this process.
 

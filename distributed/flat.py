@@ -47,9 +47,9 @@ class Scalars:
         self._names, self.values, self._ranks, self.is_closed = tuple(names), values, ranks, False
 
     def add(self, **numbers: float | Tensor) -> None:
-        """Adds to the numbers of this rank. Example: `add(loss=0.5)`.
+        """Adds to the numbers of this rank. Example: `add(loss=0.5)` adds 0.5 to the number "loss".
 
-        If gradients are sent as bfloat16 (sync_dtype), only 8 significant bits of the sum are sent.
+        If gradients are sent as bfloat16 (sync_dtype), these numbers are also rounded to bfloat16.
         """
         assert not self.is_closed, f"{', '.join(numbers)}: too late, the scalars may already be sent"
         for name, number in numbers.items():
@@ -71,7 +71,7 @@ class ShardBuffers:
     Example: the optimizer state of the weights that this rank updates.
 
     Args:
-        ranges: Ranges of positions in the flat tensor, rising and disjoint.
+        ranges: Ranges of positions in the flat tensor, in ascending order and disjoint.
         buffers: One tensor for each range, [length of the range].
     """
 
@@ -97,13 +97,18 @@ class FlatParameters:
 
     Attributes:
         parameters: {name: parameter}, in the order of the flat tensors.
-        weights: [size], the memory of the sharded parameters.
-        shard: Range of positions in the flat tensors that this rank updates.
-        master_weights: Values that this rank updates. Without mixed precision, a view of `weights`.
-        gradients: [size], the memory of every `grad`, initially 0. [0] if the parameters need no gradient.
-        message: The memory of `gradients`, followed by that of `scalars`.
-        messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks in shared memory, or None.
-        owned: {name: tensor or shard that this rank updates}.
+        weights: Flat tensor [size]. The sharded parameters are views of it.
+        shard: Range of positions in the flat tensors that only this rank of `shard_group` updates.
+        master_weights: In mixed precision, `ShardBuffers` of the float32 weights that this rank updates.
+            Without mixed precision, `ShardBuffers` with all of `weights`.
+        gradients: Flat tensor [size] of the gradients, initially 0. It is empty if the parameters need no
+            gradient.
+        message: Tensor that ranks sum. It contains `gradients` and then `scalars.values`, which are views of
+            it.
+        messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks, if they are in shared
+            memory. Otherwise None.
+        owned: What the optimizer of this rank updates, {name of a parameter: the parameter or a `Shard` of
+            it}.
 
     Args:
         named_parameters: Parameters of one dtype, on one device.
@@ -112,12 +117,15 @@ class FlatParameters:
         shard_group: Ranks that divide the optimizer's work, a part of `ranks`. None means all of `ranks` if
             they use shared memory. Without shared memory, None means that every rank updates everything.
         in_shared_memory: Whether to use memory that all ranks of a machine share, if that is possible.
-        undecayed: Names of parameters without weight decay. May contain names of other parameters.
+        undecayed: Names of parameters without weight decay. Names that are not in `named_parameters` are
+            ignored.
         unsplit: Names of matrices that must not be divided among ranks, because of their optimizer.
-        sharded: Names of parameters to shard in mixed precision.
+        sharded: Names of parameters to shard in mixed precision. The others stay float32, and every rank
+            updates them.
         compute_dtype: Dtype of the sharded parameters in the forward pass. If None, that of the parameters.
         is_part: Whether other ranks hold other parameters of the model (pipeline or tensor parallel).
-        cuts: {name: part of the model's weight that this parameter is} (tensor parallel).
+        cuts: With tensor parallelism, {name of a parameter: `Cut`}. The parameter is only a part of the
+            model's weight, and the `Cut` describes which part.
     """
 
     def __init__(
@@ -266,13 +274,16 @@ class FlatParameters:
     def shards(
         self, shard_buffers: ShardBuffers, shard: slice, names: Collection[str] | None = None
     ) -> Tensors:
-        """Splits a rank's values by parameter: {name of a parameter: full tensor or `Shard`}.
+        """Splits values of this rank by parameter: {name of a parameter: full tensor or `Shard`}.
 
-        A parameter that ranks divide among themselves becomes a `Shard` of its elements in the range
-        `shard`, perhaps empty. All values are views.
+        If a parameter is divided among ranks, its value is a `Shard` of the elements that lie in the range
+        `shard`. There may be none. If every rank has all values of a parameter, its value is a full tensor.
+        All tensors are views of `shard_buffers`.
 
-        shard_buffers: Values to split. They must cover the ranges `around(shard)`. shard: Range of positions
-        in the flat tensor of all parameters. names: Parameters to return. If None, all.
+        shard_buffers: Values to split, such as the state of an optimizer. It contains the values at the
+        positions `shard`, and those of all parameters that are not divided. `around(shard)` returns these
+        ranges. shard: Range of positions in the flat tensor of all parameters, such as the attribute `shard`.
+        names: Parameters to return. If None, all.
         """
         shards: Tensors = {}
         # All ranks must agree on which tensors are sharded. A rank cannot tell from its own shard: the
@@ -304,7 +315,7 @@ class FlatParameters:
         """Returns the ranges of the flat tensor that the rank with this shard updates.
 
         The flat tensor contains all parameters, one after the other. The result contains `shard`, and the
-        ranges of the parameters that every rank updates. It is rising and disjoint.
+        ranges of the parameters that every rank updates. The ranges are in ascending order and disjoint.
 
         shard: Range of positions that only this rank updates.
         """
@@ -334,7 +345,7 @@ class FlatParameters:
         return [part for part in common if part.start < part.stop]
 
     def gather_(self) -> None:
-        """Copies the weights that this rank has updated to all other ranks.
+        """Sends the weights that this rank has updated to the other ranks, and receives theirs.
 
         All ranks call it. Call it after each update, before the next forward pass. In mixed precision, it
         first casts the updated float32 weights to the dtype of the forward pass. If every rank updates all
@@ -352,20 +363,22 @@ class FlatParameters:
     def average_shards(self) -> list[slice]:
         """Divides the flat tensor of all weights among ranks, to average the weights (EMA).
 
-        Returns one range of positions for each rank. The ranges are disjoint. A rank averages only weights
-        that it also updates.
+        Returns one range of positions for each rank. The ranges are disjoint. In mixed precision, a rank
+        averages only weights that it also updates.
         """
         shards = self._shards if self.is_mixed else [slice(0, self.size)]
         num_copies = self.ranks.size // len(shards)
         return [_cut_evenly(shard, num_copies)[copy] for copy in range(num_copies) for shard in shards]
 
     def all_gather_views(self, shard_buffers: ShardBuffers, shards: Sequence[slice]) -> dict[str, Tensor]:
-        """Gathers values, such as averaged weights, of which each rank has a part.
+        """Gathers values of all parameters, such as averaged weights, from all ranks.
 
-        All ranks call it. Returns {name of a parameter: full tensor in the dtype of the parameter}.
+        Each rank has a part of the values. All ranks call it. Returns {name of a parameter: full tensor in
+        the dtype of the parameter}.
 
-        shard_buffers: Values of this rank. They must cover the ranges `around(shards[rank])`. shards: For
-        each rank, the range of positions in the flat tensor that it sends.
+        shard_buffers: Values of this rank. It contains the values at the positions `shards[rank]`, and those
+        of all parameters that are not divided among ranks. `around(shards[rank])` returns these ranges.
+        shards: For each rank, the range of positions in the flat tensor that it sends.
         """
         full, shard = torch.zeros_like(self._padded), shards[self.ranks.index]
         if shard.start < shard.stop:

@@ -267,7 +267,7 @@ def _warn_of_restarts(hosts: list[str]) -> None:
 
 
 def check_folder_is_shared(folder: Path) -> None:
-    """Checks that every rank sees rank 0's folder.
+    """Checks that every machine sees the same folder as rank 0.
 
     If not, all ranks exit with status 1. All ranks call it. The message names the machines that do not see
     the folder.
@@ -296,8 +296,8 @@ def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
 
     If not, all ranks exit with status 1. All ranks call it.
 
-    fingerprint: Hash of the dataset on this machine. "" if another rank of the machine computes it. names:
-    Dataset folders, for the message.
+    fingerprint: Hash of the dataset on this machine. It is "" if another rank of the machine computes the
+    hash. names: Dataset folders, for the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
     advice = "Copy it to all nodes, or share the folder."

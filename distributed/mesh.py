@@ -29,7 +29,7 @@ def sizes_of(
     The axes are pipeline, replicate, shard and tensor. Their product is `world_size`. The axis replicate
     gets the ranks that remain. Raises ValueError if the sizes do not divide `world_size`.
 
-    shard: "auto" means 1. -1 means all ranks that pipeline and tensor leave.
+    shard: "auto" means 1. -1 means world_size / (pipeline * tensor), so that replicate becomes 1.
     """
     left, rest = divmod(world_size, pipeline * tensor)
     if rest:
@@ -70,14 +70,16 @@ def describe_position(number: int, sizes: dict[str, int]) -> str:
 class Mesh:
     """Layout of all ranks along four axes, with process groups, similar to torch's `DeviceMesh`.
 
-    The axes are pipeline, replicate, shard and tensor. All ranks create a mesh together.
+    The axes are pipeline, replicate, shard and tensor. All ranks create a mesh together. Each attribute
+    except `sizes` is a group of ranks that contains this rank.
 
     Attributes:
         sizes: {axis: number of ranks along it}.
         data: Ranks that divide the puzzles of the global batch among themselves.
         replicas: Ranks that hold the same part of the model, and sum its gradients.
         shard_group: Ranks of `replicas` that divide the optimizer's work (ZeRO-1).
-        pipeline, owners: Ranks of one pipeline, as two groups (`distributed.pipeline.Ring` explains why).
+        pipeline: Ranks that run the stages of one pipeline.
+        owners: The same ranks with a second process group (`distributed.pipeline.Ring` explains why).
         tensor: Ranks that process the same puzzles and divide the weights of each block (tensor parallelism).
         holders: Ranks that together hold every weight of the blocks once.
     """

@@ -59,8 +59,9 @@ def choose_evaluation_format(
 def instruction_set(device: torch.device) -> str:
     """Returns the name of the fastest matrix instructions that torch uses on a device.
 
-    The name is "cuda", "amx_bf16", "avx512_bf16", "avx512", "avx2", "neon" or "unknown". The environment
-    variable ATEN_CPU_CAPABILITY can limit it.
+    The name is "cuda" for every CUDA GPU. For a CPU, it is "amx_bf16", "avx512_bf16", "avx512", "avx2",
+    "neon" or "unknown". For other devices, it is "unknown". On x86 CPUs, the environment variable
+    ATEN_CPU_CAPABILITY can select slower instructions.
     """
     if device.type == "cuda":
         return "cuda"

@@ -23,7 +23,7 @@ from distributed.collectives import Ranks
 class Ring:
     """Sends and receives tensors between the ranks of a pipeline.
 
-    All of them create it together.
+    All ranks of the pipeline create their `Ring` objects together.
 
     Args:
         stages: Group of the ranks, for messages from one pipeline stage to the next.
@@ -140,10 +140,12 @@ class _Call(torch.autograd.Function):
 def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Tensor:
     """Runs a stack of blocks on this rank's data, through all pipeline stages.
 
-    Returns the output. All ranks of the pipeline call it, with equal shapes.
+    Returns the output of the last stage, [batch, ...]. All ranks of the pipeline call it with tensors of
+    equal shape.
 
-    run: Function run(h, *context) that runs the blocks of this rank's stage. h: Activations, [batch, ...].
-    context: Further arguments of each block, equal on all ranks.
+    run: Function run(h, *context) that runs the blocks of this rank's stage. h: This rank's activations,
+    [batch, ...], the input of the first block. context: Further arguments that every block gets, equal on all
+    ranks.
     """
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
@@ -171,7 +173,7 @@ def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
 
     This rank must hold only the blocks of its stage (`keep_stage`).
 
-    levels: Objects with `run_blocks`, such as `models.blocks.Level`. They are changed in place. ring:
+    levels: Objects with a method `run_blocks`, such as `models.blocks.Level`. The method is replaced. ring:
     Connects the ranks of the pipeline.
     """
     for level in levels:

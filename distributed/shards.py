@@ -29,7 +29,8 @@ class Shard(NamedTuple):
 
     Attributes:
         tensor: Elements of the part, in the order of `spans`.
-        spans: Positions of the elements in the flattened full tensor, disjoint and rising. May be ().
+        spans: Positions of the elements in the flattened full tensor, disjoint and in ascending order. () if
+            the part is empty.
         shape: Shape of the full tensor.
         is_by_rank: Whether the full tensor is [ranks, ...], and row r is on rank r only. If another number of
             ranks loads it, each rank gets the mean of the rows.
@@ -104,9 +105,11 @@ def tensor_of(stored: Tensor | Shard) -> Tensor:
 
 
 def slots_of(ranks: Ranks, num_slots: int) -> range:
-    """Returns the positions of the global batch that this rank processes.
+    """Returns the positions in the global batch that this rank processes.
 
-    Example: 10 positions on 4 ranks give 3, 3, 3 and 1. The last ranks may get none.
+    Example: 10 positions are divided among 4 ranks as 3, 3, 3 and 1. The last ranks may get none.
+
+    ranks: Ranks that divide the global batch. num_slots: Number of positions in the global batch.
     """
     share = -(-num_slots // ranks.size)
     first, end = (min(index * share, num_slots) for index in (ranks.index, ranks.index + 1))

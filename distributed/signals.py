@@ -44,11 +44,12 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def end_torchrun() -> int:
-    """Ends torchrun on every machine, if there are several, after a signal stopped all ranks.
+    """Ends torchrun on every machine of a run, after a signal has stopped all ranks.
 
-    All ranks call it. Returns the exit status for this process, usually 0. If torchrun may continue with
-    fewer machines (--nnodes MIN:MAX), torchrun is not ended. The status then makes it start the processes
-    again on the remaining machines.
+    All ranks call it. A torchrun that did not receive the signal would otherwise wait for the other machines.
+    On a single machine, torchrun ends by itself. Returns the exit status for this process, usually 0. If
+    torchrun may continue with fewer machines (--nnodes MIN:MAX), torchrun is not ended. The status then makes
+    it start the processes again on the remaining machines.
     """
     if is_under_torchrun():
         log.info(

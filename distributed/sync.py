@@ -70,14 +70,18 @@ class GradientSync:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which a backward pass adds to the flat tensor `flat.gradients`."""
+        """Context manager for a backward pass.
+
+        In mixed precision, it sets the `grad` of bfloat16 parameters to views of `flat.gradients`. After the
+        block, their `grad` is None again.
+        """
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
-        """Waits until `flat.gradients` is the sum over all ranks.
+        """Completes the sum of `flat.gradients` over all ranks, in place.
 
-        All ranks call it, after the last backward pass of a training step. Returns the numbers that were
-        sent with the gradients: {name: values of all ranks, [ranks]}.
+        All ranks call it, after the last backward pass of a training step. Returns the numbers that were sent
+        with the gradients: {name: values of all ranks, [ranks]}.
         """
         raise NotImplementedError
 

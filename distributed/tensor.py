@@ -42,9 +42,11 @@ class _Sum(torch.autograd.Function):
 
 
 class Cut(NamedTuple):
-    """The part of a weight that one rank holds in tensor parallelism.
+    """Describes which part of a weight a rank holds in tensor parallelism.
 
-    If the full weight is viewed as [outer, middle, rest], the part is [:, begin:end].
+    If the full weight is viewed as [outer, middle, rest], the rank holds [:, begin:end] of this view.
+    Example: a weight [8, 6] has 6 input features. With outer=8, middle=6, begin=0 and end=3, the part is
+    weight[:, 0:3].
 
     Attributes:
         shape: Shape of the full weight.
@@ -59,8 +61,8 @@ class Cut(NamedTuple):
     def take(self, full: Tensor) -> Tensor:
         """Returns a copy of this rank's part of a tensor.
 
-        The number of axes stays the same. Example: of a weight [6, 4], with outer=1, middle=6, begin=0 and
-        end=3, the part is full[0:3].
+        The result has as many axes as `full`. Example: of a weight [6, 4], with outer=1, middle=6, begin=0
+        and end=3, the part is full[0:3].
 
         full: The full weight, or a tensor of its shape, such as its gradient.
         """
@@ -69,7 +71,9 @@ class Cut(NamedTuple):
         return full.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
 
     def of(self, index: int, size: int) -> "Cut":
-        """Returns the `Cut` of the same weight for another rank.
+        """Returns the `Cut` that describes which part of the same weight rank `index` holds.
+
+        The ranks hold equal slices of the axis `middle`: begin is index * middle / size.
 
         index: The rank. size: Number of ranks that divide the weight.
         """
@@ -80,9 +84,11 @@ class Cut(NamedTuple):
         return torch.cat([part.reshape(self.outer, -1) for part in parts], dim=1).view(self.shape)
 
     def spans(self, part: slice) -> Spans:
-        """Returns the positions in the flattened full weight of some elements of this rank's part.
+        """Converts positions within this rank's part to positions within the full weight.
 
-        A `Span` contains equal pieces at equal distances.
+        Both tensors are flattened. Returns a tuple of `Span`, each of which describes equal pieces at equal
+        distances. Example: rank 1 of 2 holds the last 3 rows of a weight [6, 4]. For slice(0, 12), the result
+        is (Span(start=12, length=12),).
 
         part: Range of positions in the flattened part.
         """
@@ -105,8 +111,10 @@ class Plan(NamedTuple):
 
     Attributes:
         weights: {name of a weight: (outer, middle)}. The weight is viewed as [outer, middle, rest], and ranks
-            divide the middle axis.
-        reads_share: Whether each rank reads only its part of the input features.
+            divide the middle axis. Example: (3, 8) for a fused weight of queries, keys and values with 8
+            heads.
+        reads_share: Whether the layer gets only this rank's part of the input features, instead of all of
+            them.
     """
 
     weights: dict[str, tuple[int, int]]
@@ -118,10 +126,11 @@ def cut_tensors(
 ) -> dict[str, Cut]:
     """Applies tensor parallelism: replaces weights by the parts that this rank holds, in place.
 
-    Returns {name of a replaced weight: its `Cut`}. Also adds hooks that sum activations over ranks. The
-    number of ranks must divide the middle axis of every weight in a plan.
+    Returns {name of a replaced weight: its `Cut`}. Also adds hooks to each layer with a plan. They sum the
+    output of the layer over ranks, and in the backward pass the gradient of its input. The number of ranks
+    must divide the middle axis of every weight in a plan.
 
-    ranks: Ranks that divide the weights. plan_of: Function that returns the plan of a layer, or None if
+    ranks: Ranks that divide the weights. plan_of: Function that returns the `Plan` of a layer, or None if
     every rank keeps the full layer.
     """
     cuts: dict[str, Cut] = {}

@@ -23,9 +23,9 @@ _SIOCGIFADDR = 0x8915  # from Linux's sockios.h
 def listen_like_gloo() -> socket.socket:
     """Opens a TCP server at the address that torch's backend gloo would use.
 
-    Returns the server's socket. If the environment variable GLOO_SOCKET_IFNAME names a network interface,
-    the server has the address of this interface. Otherwise it has the address of the host name, or 127.0.0.1
-    if that cannot be used. Raises ValueError if the interface does not exist.
+    Returns the server's socket. If the environment variable GLOO_SOCKET_IFNAME names a network interface, the
+    server has the address of this interface. Otherwise it has the address of the host name, or 127.0.0.1 if
+    that cannot be used. The port is any free one. Raises ValueError if the interface does not exist.
     """
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:
@@ -79,8 +79,9 @@ def connect(address: Sequence[Any], timeout_seconds: float) -> str:
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
     """Returns pairs of ranks to measure, such as [(0, 4), (0, 8), (4, 8)].
 
-    With several machines, only the first rank of each machine is used. With one machine, all ranks are used.
-    With more than 8 ranks to pair, only some of their pairs are returned.
+    `measure_link` measures each pair. With several machines, only the first rank of each machine is used, as
+    in this example with four ranks a machine. With one machine, all ranks are used. With more than 8 used
+    ranks, only pairs with the first rank and pairs of consecutive ranks are returned.
 
     hosts: Host name of each rank.
     """
@@ -94,12 +95,13 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
 def measure_link(
     pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int
 ) -> tuple[float, float] | None:
-    """Measures how fast two ranks exchange messages. Both call it.
+    """Measures how fast two ranks exchange messages.
 
-    Returns (seconds of a round trip of 4 bytes, bytes per second of large messages). Returns None on other
-    ranks.
+    Both ranks call it. Returns (seconds of a round trip of 4 bytes, bytes per second of large messages). If
+    other ranks call it, it returns None at once.
 
-    pair: The two ranks. repeats: Number of round trips. num_bytes: Size of a large message.
+    pair: The two ranks. device: Device of the sent tensors. repeats: Number of round trips of 4 bytes. Large
+    messages make 3 round trips. num_bytes: Size of a large message.
     """
     if rank() not in pair:
         return None
@@ -112,10 +114,10 @@ def measure_link(
 
 
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
-    """Returns the median time of calling all functions of `calls` once, in seconds.
+    """Returns the median time of calling all functions of `calls` in turn, in seconds.
 
-    calls: Functions to call with `message`, such as torch.distributed.all_reduce. message: Tensor to send.
-    repeats: Number of measurements, in addition to a first one that is not counted.
+    calls: Functions that take only `message`, such as torch.distributed.all_reduce. message: Tensor to send
+    or to receive. repeats: Number of measurements, in addition to a first one that is not counted.
     """
     times = []
     for _ in range(repeats + 1):

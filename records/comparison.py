@@ -96,8 +96,8 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
 
     plan: Content of records/comparison.yaml: models and trainings.
     folder: Folder for data, runs and results.
-    dtype: Dtype of the trainings, such as "bfloat16". If None, the dtype of earlier trainings in the folder,
-    or else the fast one on this machine.
+    dtype: Dtype of the trainings, such as "bfloat16". If None, the dtype of earlier trainings in the folder.
+    If there are none, the dtype in the config of the trainings, or else the fast one on this machine.
     """
     before = read_json(folder / _JSON) if (folder / _JSON).exists() else {"results": []}
     results, tuned = before["results"], before.setdefault("tuning", {})
@@ -138,10 +138,10 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
 def tune(
     plan: dict[str, Any], model_name: str, lr: float, folder: Path, *, forward_dtype: NumberFormat
 ) -> dict[str, float]:
-    """Trains a model with a learning rate, and evaluates it on held-out training puzzles.
+    """Trains a model with one learning rate, and evaluates it on held-out training puzzles.
 
     Returns a dict with "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells),
-    "petaflops" and "processor_hours".
+    "petaflops" (operations of the training, in 1e15) and "processor_hours" (its CPU time).
 
     plan: Content of records/comparison.yaml.
     model_name: Name of the model in the plan.
@@ -201,8 +201,9 @@ def build_rerun(
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     """Trains and evaluates a model with one seed. Returns a dict with accuracies and costs.
 
-    "accuracies" and "gigaflops" of the dict are lists with two values. The first is measured with the usual
-    number of model calls per puzzle, the second with more calls.
+    "accuracies" (fractions of solved puzzles) and "gigaflops" (1e9 operations per puzzle) are lists with two
+    values. The first value is measured with the usual number of model calls per puzzle, the second one with
+    more calls.
 
     rerun: The training, as `build_rerun` returns it.
     """

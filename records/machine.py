@@ -34,9 +34,10 @@ def training_device(config: PretrainConfig, *, processes: int) -> torch.device:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """Returns {"cpu": name of the processor or GPU, "instruction_set": its instruction set}.
+    """Returns the name of the processor or GPU ("cpu") and its instruction set ("instruction_set").
 
-    Example: {"cpu": "AMD EPYC 9454", "instruction_set": "avx512_bf16"}.
+    Example for a CPU: {"cpu": "AMD EPYC 9454", "instruction_set": "avx512_bf16"}. For a GPU, "cpu" is the
+    name of the GPU, and "instruction_set" is "cuda".
     """
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {"cpu": device_name, "instruction_set": instruction_set(device)}
@@ -53,7 +54,7 @@ def find_format(
     """Returns the name of the dtype for the trainings in a folder, such as "bfloat16".
 
     If the folder has trainings, it is their dtype. Otherwise it is `requested`, or the dtype in `config`, or
-    else the fast one on this device. Raises ValueError if two of these differ.
+    else the fast one on this device. Raises ValueError if two of the first three are set and differ.
 
     requested: Value of the option --dtype. None if the option is not set.
     stored: Dtype of earlier results in the folder. If None, it is read from the folder.

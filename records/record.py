@@ -38,7 +38,7 @@ def write_record(
 
     result: What `python -m records` prints as JSON.
     rows: {seed: records of the log}. The stored logs are shortened.
-    change: Sentence that says what is new.
+    change: Sentence that says what has changed since the earlier results.
     command: Command that produced the results.
     folder: Folder that contains a folder for each task.
     """

@@ -48,8 +48,8 @@ class Rerun:
     folder: Folder for data, runs and measured times.
     source: Path of external data. None if the task needs none.
     overrides: key=value arguments of pretrain.py that change the task's config.
-    dtype: Dtype, such as "bfloat16". If None, the dtype of earlier trainings in the folder, or else the fast
-    one on this machine.
+    dtype: Dtype, such as "bfloat16". If None, the dtype of earlier trainings in the folder. If there are
+    none, the dtype in the config of the task, or else the fast one on this machine.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Rerun:
     def forward_dtype(self) -> NumberFormat:
         """The dtype of all trainings in the folder, such as "bfloat16".
 
-        Raises ValueError if it differs from the requested one.
+        Raises ValueError if earlier trainings in the folder have another dtype than the requested one.
         """
         return find_format(self.folder, self._configs[-1], self._device, requested=self._dtype)
 
@@ -113,8 +113,9 @@ class Rerun:
         """Trains with one seed to the end, and evaluates. An interrupted training continues.
 
         Returns a dict with the accuracy, and among others "seconds" (data_seconds plus the time of trainings
-        and evaluations), "processor_hours" (CPU time, also of building the data), "petaflops" (operations of
-        the trainings, in 1e15), and "other_cores" (mean number of cores that other programs used, or None).
+        and of the evaluation that counts), "processor_hours" (CPU time, also of building the data),
+        "petaflops" (operations of the trainings, in 1e15), and "other_cores" (mean number of cores that other
+        programs used, or None).
 
         Exits the program if a training fails or is stopped early.
 
@@ -163,7 +164,8 @@ class Rerun:
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
         """Returns the log of the last training with a seed, as a list of dicts.
 
-        Each dict has the additional key "seconds": the time to build the data and to train up to this point.
+        A dict belongs to one training step. It has the additional key "seconds": the time to build the data
+        and to train up to this step.
 
         data_seconds: Seconds that building the data took.
         """
@@ -178,9 +180,10 @@ class Rerun:
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
         """Evaluates the trained model with more calls and more runs of each puzzle.
 
-        Returns a list of results, one for each combination of both numbers. Example: {"steps": 32, "samples":
-        4, "exact_accuracy": 0.99, "calls": 110.5}, for up to 32 calls in each of 4 runs. "calls" is the mean
-        number of calls for a puzzle in all runs. The last result also has the metric of the benchmark task.
+        Returns a list of results, one for each maximum number of calls in a run ("steps") and each number of
+        runs ("samples"). Example: {"steps": 32, "samples": 4, "exact_accuracy": 0.99, "calls": 110.5}.
+        "calls" is the mean over puzzles of the calls in all runs together. The last result also has the
+        metric of the benchmark task.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -286,12 +289,12 @@ class Clock:
     A `Clock` with the same file continues the time, for example after an interruption.
 
     path: File for the time.
-    log: Log of the training (metrics.jsonl), or None.
+    log: Log of a training (metrics.jsonl) that runs in the block, or None.
 
     Attributes:
-        seconds: Time so far.
-        processor_seconds: CPU time of ended child processes.
-        times: {training step: seconds when its record appeared in `log`}.
+        seconds: Time in all `with` blocks so far.
+        processor_seconds: CPU time of the child processes that ended in a `with` block.
+        times: {training step: value of `seconds` when its record appeared in `log`}.
     """
 
     def __init__(self, path: Path, *, log: Path | None = None):
@@ -316,7 +319,7 @@ class Clock:
         return self
 
     def tick(self) -> None:
-        """Updates the measured time. Call it often in the `with` block."""
+        """Updates `seconds` and `times`. Call it often in the `with` block."""
         self.seconds = self._before + time.perf_counter() - self._began
         self._read = min(self._read, self._log_size())  # a run that continues first truncates its log
         if self._log_size() > self._read:

@@ -36,6 +36,8 @@ def draw_animation(answer: Answer) -> str:
 
     A step is one call of the model. The last steps are left out if they do not change the answer and the
     model would already stop.
+
+    answer: The puzzle, and the model's answer to it after each step.
     """
     steps = _shown_steps(answer)
     frames = list(_frames(answer, steps))

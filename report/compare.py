@@ -77,7 +77,8 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     their mean. It ends where the shortest run ends.
 
     groups: Groups of runs that differ only in their seed.
-    axis: Unit of the x axis: "training steps", "examples", "petaflops" or "seconds".
+    axis: Unit of the x axis: "training steps", "examples" (steps times batch size), "petaflops" (1e15
+    floating-point operations since the start) or "seconds".
     """
     drawn = []
     other_metrics = dict.fromkeys(

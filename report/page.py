@@ -47,7 +47,8 @@ def write_report(
         output: File to write. If None, report.html in the run folder.
         data: Dataset folders to take the shown test puzzles from. If None, the data of the run.
         num_puzzles: Maximum number of test puzzles that the model solves. If 0, the model does not run.
-        traced: Answers of the model. If given, `data` and `num_puzzles` have no effect.
+        traced: Test puzzles and the answers of the model to them. If given, `data` and `num_puzzles` have no
+            effect.
         evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
         warn: Function that is called with the text of each warning.
 
@@ -130,7 +131,7 @@ def check_packages() -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills a jinja2 template of this folder, such as "run.html.jinja". Returns the HTML.
+    """Fills a jinja2 template of the folder report/, such as "run.html.jinja". Returns the HTML.
 
     values: Values of the template's variables. Special characters of HTML are escaped.
     """

@@ -33,7 +33,7 @@ from training.code import CHANGES
 def page_values(run: RunRecord, traced: TracedPuzzles | None) -> dict[str, Any]:
     """Returns the values of the variables in the HTML template run.html.jinja.
 
-    traced: Answers of the model to some test puzzles. If None, the page shows no puzzles.
+    traced: Some test puzzles, and the answers of the model to them. If None, the page shows no puzzles.
     """
     packed, num_pictures = pack(picture_data(traced)) if traced else ("", 0)
     return {
@@ -229,7 +229,7 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
     halts, and how well it predicts that its answer is right. If the run has a file scaling.json, a chart for
     each test set shows accuracy over model calls. A chart without data is left out.
 
-    traced: Answers of the model to some test puzzles, or None.
+    traced: Some test puzzles, and the answers of the model to them, or None.
     """
     drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
     if traced:

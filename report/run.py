@@ -43,7 +43,7 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the names of the metrics that only some architectures have.
+    """Returns the names of an architecture's metrics that other architectures may lack.
 
     Common metrics such as "accuracy" are not included.
 

@@ -1,6 +1,7 @@
 """The page of a study: a self-contained HTML file with all trials and charts of the hyper-parameters.
 
-A study is a search for hyper-parameters. A trial is one training of the search.
+A study is a search for hyper-parameters. A trial is one combination of hyper-parameters, trained once for
+each seed.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def _point(x: float, y: float) -> Line:
 def _parameter_chart(
     study: Study, key: str, trials: list[FrozenTrial], *, importance: float | None
 ) -> Chart | None:
-    """Draws the results of all trials (trainings) over the value of one hyper-parameter.
+    """Draws the results of all trials of a search over the value of one hyper-parameter.
+
+    A trial is one combination of hyper-parameters. Its result is the metric of the search, as a mean over
+    seeds.
 
     key: Name of the hyper-parameter. If it has a list of choices, the x axis shows their numbers 1, 2, ...,
     and the caption explains them.

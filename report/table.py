@@ -38,6 +38,7 @@ class Group:
     label     name of the group in tables and legends
     role      name of the color of its lines in charts
     settings  {config key: value}, for keys that differ between the groups
+    runs      the trainings
     """
 
     label: str
@@ -51,8 +52,8 @@ def without_repeats(
 ) -> list[RunRecord]:
     """Removes all but one of the runs with the same config, seed and data.
 
-    The newest finished one of them is kept. If none has finished, the newest is kept. Runs without a config
-    are always kept.
+    Of several equal runs, the newest finished one is kept. If none has finished, the newest is kept. Runs
+    without a config are always kept.
 
     warn: Function that is called with a text for each removed run.
     """

@@ -42,7 +42,7 @@ class TracedPuzzles:
     names         name of each puzzle, [n]. Empty if the dataset has no names
     inputs        tokens, int32 [n, seq_len]
     labels        tokens of the right answers, int32 [n, seq_len]. Cells with IGNORE_LABEL_ID are not scored
-    trace         answers and probabilities after each step
+    trace         answers and probabilities after each step (`evaluation.trace.Trace`)
     num_puzzles   number of puzzles in the complete test sets. Augmented variants do not count
     has_variants  whether the test sets contain augmented variants of puzzles
     checkpoint    path of the checkpoint
@@ -83,9 +83,10 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Calls a run's model several times on test puzzles, and returns all its answers.
+    """Calls a run's model repeatedly on test puzzles, and returns its answers after each call.
 
-    Raises ValueError if the checkpoint or the data are missing, or do not fit each other.
+    Each puzzle gets the maximum number of calls, also if the model would stop earlier. Raises ValueError if
+    the checkpoint or the data are missing, or do not fit each other.
 
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
@@ -114,9 +115,10 @@ def trace_puzzles(
     seed: int = 0,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> TracedPuzzles:
-    """Calls a model several times on test puzzles, and returns all its answers.
+    """Calls a model repeatedly on test puzzles, and returns its answers after each call.
 
-    The puzzles are evenly spaced in the test sets, without augmented variants.
+    Each puzzle gets the maximum number of calls, also if the model would stop earlier. The puzzles are evenly
+    spaced in the test sets, without augmented variants.
 
     model: Model in evaluation mode.
     num_puzzles: Maximum number of puzzles. Each test set gets an equal part, rounded up. If the model is slow
@@ -166,7 +168,8 @@ def trace_puzzles(
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
     """Counts the puzzles for which the model would stop after 1, 2, ... calls.
 
-    Returns (counts for right answers, counts for wrong answers). Puzzles without a label do not count.
+    Returns two lists of counts, one entry for each number of calls: puzzles whose answer is right when the
+    model stops, and the others. Puzzles without a label do not count.
     """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
@@ -177,7 +180,7 @@ def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
 
 
 def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
-    """Returns the fraction of right answers after each call of the model.
+    """Returns the fraction of right answers after 1, 2, ... calls of the model.
 
     Puzzles without a label do not count. If no puzzle has a label, the list is empty.
     """
@@ -190,10 +193,10 @@ def reliability(
 ) -> tuple[list[tuple[float, float, int]], float] | None:
     """Compares how sure the model is with how often its answers are right (calibration).
 
-    Answers with similar predicted probabilities of being right form a bin. Returns (bins, expected
-    calibration error of Guo et al. 2017). A bin is (mean probability, fraction of right answers, number of
-    answers). Returns None if no puzzle has a label, or for a search model (LDT), which predicts no
-    probability.
+    The answers after every call of the model count. Answers with similar predicted probabilities of being
+    right form a bin. Returns (bins, expected calibration error of Guo et al. 2017). A bin is (mean
+    probability, fraction of right answers, number of answers). Returns None if no puzzle has a label, or for
+    a search model (LDT), which predicts no probability.
     """
     if puzzles.is_search or not puzzles.has_labels.any():
         return None
@@ -222,7 +225,8 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
     answers           for each model call, a list of tokens
     confidences       for each model call, the confidence in each cell: a list of integers from 0 to 100
     stays_right_from  number of the first call after which the answer stays right, or null
-    rated             for each call, how sure the model is of the complete answer, from 0 to 100
+    rated             for each call, from 0 to 100: the predicted probability that the answer is right. For a
+                      search model (LDT): the percentage of cells with only one possible token
     candidates        only for a search model (LDT): for each call, a list of bit masks of possible tokens
     guesses           for each call, the index of the cell that a search model guesses. Negative: no guess
     """
@@ -256,9 +260,9 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
 
 def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
-    """Returns the tokens that an answer never changes, such as the walls of a maze.
+    """Returns token values that an answer never changes, such as the wall of a maze.
 
-    If the input has such a token, the label has the same token in this cell, in all puzzles.
+    If a cell of the input has such a value, the same cell of the label has it too, in all puzzles.
     """
     is_counted, is_same = puzzles.labels != IGNORE_LABEL_ID, puzzles.inputs == puzzles.labels
     if (first := puzzles.info.style.first_of_field) is not None:

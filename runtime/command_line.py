@@ -75,9 +75,9 @@ def import_plugins(arguments: Sequence[str]) -> None:
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    """Raises ValueError if the user has passed one of these options.
+    """Raises ValueError if the user has passed one of the options `names`.
 
-    An option is passed if its value is not None.
+    The default of these options is None. If the value is not None, the user has passed the option.
 
     names: Attributes of `options`, such as "num_aug" for the option --num-aug. other: What the options are
     for, to complete the message "--num-aug is for ...".
@@ -88,9 +88,11 @@ def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a dataset builder, to store them in the dataset's manifest file.
+    """Returns {option: value} of a dataset builder, for the manifest file of the dataset.
 
-    instead: {name: value} to overwrite or add.
+    The option --output-dir is left out.
+
+    options: Parsed command line. instead: {option: value} to overwrite or add.
     """
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 

@@ -24,6 +24,7 @@ class Address:
     """A repository on the Hugging Face Hub, such as hf://OWNER/NAME.
 
     Attributes:
+        kind: Kind of the repository, "model" or "dataset".
         repo: OWNER/NAME.
         revision: Branch, tag or commit. If None, the head of the main branch.
     """
@@ -52,10 +53,12 @@ def is_address(location: str | Path) -> bool:
 
 
 def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) -> Address:
-    """Parses an address on the Hugging Face Hub, such as hf://OWNER/NAME.
+    """Parses the address of a repository on the Hugging Face Hub, such as hf://OWNER/NAME.
 
-    Raises ValueError if the address is not valid, if it is not of this kind, or if the package
-    huggingface_hub is not installed.
+    It does not contact the Hub. Raises ValueError if the text is not an address of this kind, or if the
+    package huggingface_hub is not installed.
+
+    kind: "model" for hf://OWNER/NAME, or "dataset" for hf://datasets/OWNER/NAME.
     """
     import_client()
     from huggingface_hub.utils import parse_hf_uri
@@ -92,9 +95,9 @@ def download(
     Returns their paths in the local cache. Files in the cache are not downloaded again. If the Hub cannot be
     reached, the cache is used. Raises ValueError if the download fails or if the digest of a file is wrong.
 
-    choose: Function that gets the names of all files, and returns the names to download. It raises
-    ValueError if one is missing. by_hand: Advice for the user if neither the Hub nor the cache has the
-    files. say: Function that prints a line.
+    choose: Function that gets the names of all files in the repository, and returns the names of those to
+    download. It raises ValueError if a file that it needs is missing. by_hand: Advice for the user if neither
+    the Hub nor the cache has the files. say: Function that prints a line.
     """
     with client_errors(address, by_hand=by_hand):
         pinned, sizes, cached = _list_files(address, say=say)

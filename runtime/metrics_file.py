@@ -61,7 +61,8 @@ def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
     """Removes the lines of metrics.jsonl for steps after `step`. Returns the other lines, parsed.
 
     A run that resumes at `step` calls it, because it will log the later steps again. Weights & Biases (W&B)
-    cannot remove lines, so `last_wandb_step` returns the last removed step.
+    cannot remove what it has received. The last removed step is therefore stored in a file, and
+    `last_wandb_step` returns it.
     """
     path, rows = run_folder / METRICS_FILE, list(read_rows(run_folder))
     last = max((values["step"] for values, _ in rows), default=0)

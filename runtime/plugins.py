@@ -69,7 +69,7 @@ def plugin_paths() -> list[str]:
 
 
 def defined(part: str) -> list[Any]:
-    """Returns the values of a variable in all imported plugins that define it.
+    """Returns the values of a global variable in all imported plugins that define it.
 
     part: Name of the variable, such as "KIND" or "OPTIMIZER".
     """
@@ -77,7 +77,7 @@ def defined(part: str) -> list[Any]:
 
 
 def plugin_of(part: str, value: Any) -> ModuleType | None:
-    """Returns the plugin whose variable `part` is the object `value`, or None.
+    """Returns the plugin whose global variable `part` is the object `value`, or None.
 
     part: Name of the variable, such as "KIND" or "OPTIMIZER".
     """

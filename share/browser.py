@@ -178,6 +178,8 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     A model that comes with this repository (in weights/) gets newly generated puzzles, if its kind of puzzle
     has a generator. Other models get puzzles of the test split of their dataset. Raises ValueError if a page
     cannot run the model.
+
+    config: Config of the command `python -m share page`.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)
@@ -243,7 +245,9 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves, or 0.
+    """Returns the index of the first puzzle that the model solves.
+
+    Returns 0 if it solves none.
 
     puzzles: Dicts with "inputs" and "labels", lists of tokens.
     steps: Number of calls of the model.
@@ -259,8 +263,8 @@ def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int)
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
     """Removes the puzzle embeddings that the given puzzles do not need, in place.
 
-    The exported model is then smaller. The value of "identifier" in each puzzle becomes the new row of its
-    embedding.
+    The exported model is then smaller. Removing rows changes the row numbers. The value of "identifier" in
+    each puzzle is replaced by the new row number of its embedding.
     """
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:

@@ -77,8 +77,8 @@ def keep(options: argparse.Namespace) -> None:
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
     """Returns the smallest dtype for the weights that does not change the model's answers.
 
-    Tries float8_e4m3fn, then float16, then float32. Compares the answers to `count` puzzles of each test set
-    with those of the unchanged weights. Prints how many answers change.
+    Tries float8_e4m3fn, then float16. If both change an answer, returns float32. Compares the answers to
+    `count` puzzles of each test set with those of the unchanged weights. Prints how many answers change.
     """
     formats = ["float32", checkpoint.arch.forward_dtype]
     expected = [answer(checkpoint, data, torch.float32, name, count=count) for name in formats]
@@ -100,8 +100,8 @@ def answer(
 ) -> dict[tuple[str, int], np.ndarray]:
     """Returns the model's answers to `count` test puzzles, with weights rounded to `dtype`.
 
-    The answers are {(test set, index among the chosen puzzles): tokens [seq_len]}. Puzzles that a search
-    model (LDT) does not decide are left out.
+    The answers are {(test set, index among the chosen puzzles): tokens [seq_len]}. Puzzles to which a search
+    model (LDT) finds no answer are left out.
 
     dtype: Dtype to round the weights to.
     forward_dtype: Dtype of the computation, such as "float32".
@@ -132,7 +132,10 @@ def answer(
 
 
 def choose_puzzles(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
-    """Returns the indices of up to `count` evenly spaced puzzles, int64 [n], ascending."""
+    """Returns the indices of up to `count` evenly spaced puzzles of a test set.
+
+    The indices are int64 [n], in ascending order.
+    """
     num_puzzles = len(puzzle_set.puzzle_identifiers)
     count = min(count, num_puzzles)
     return np.arange(count) * num_puzzles // count

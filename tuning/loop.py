@@ -30,8 +30,8 @@ def run_trials(
 ) -> bool:
     """Runs the trials of a search that have not ended, `config.parallel` at a time.
 
-    A trial is one combination of hyper-parameters. Returns True if a signal such as Ctrl-C stopped the
-    search. Raises ValueError if the first three trials fail.
+    A trial is one combination of hyper-parameters, trained once for each seed. Returns True if a signal such
+    as Ctrl-C stopped the search. Raises ValueError if three trials fail before any trial succeeds.
 
     study: Object that stores the trials.
     config: Config of the search.

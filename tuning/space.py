@@ -42,7 +42,7 @@ class Space:
     """The hyper-parameters of a search, and their possible values.
 
     Attributes:
-        parameters: {key of the config: Optuna's distribution of its values}.
+        parameters: {key of the config: its possible values, as a distribution of Optuna}.
         fixed: The other arguments of pretrain.py, equal in every trial.
     """
 
@@ -68,8 +68,8 @@ class Space:
     def combinations(self) -> list[dict[str, Any]]:
         """Returns all combinations of values, each as {hyper-parameter: value}.
 
-        Raises ValueError if a hyper-parameter has an interval of numbers without steps, or a logarithmic
-        scale.
+        Raises ValueError if a hyper-parameter has a continuous interval or a logarithmic scale, because these
+        have no list of values.
         """
         values = {key: _grid_values(key, distribution) for key, distribution in self.parameters.items()}
         return [
@@ -96,10 +96,11 @@ class Space:
         return {key: str(distribution) for key, distribution in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
-        """Checks that each value, or both ends of its range, is valid in a training.
+        """Checks that pretrain.py accepts every value of each hyper-parameter.
 
-        Returns the config of a training with one of the possible values of each hyper-parameter. Raises
-        ValueError if a value is valid in none of up to 16 combinations with values of the others.
+        Of a range of numbers, only the lowest and the highest value are checked. Returns the config of a
+        training with one of the possible values of each hyper-parameter. Raises ValueError if a value is
+        invalid together with each of up to 16 combinations of values of the other hyper-parameters.
         """
         extremes = {}
         for key, distribution in self.parameters.items():

@@ -114,7 +114,7 @@ class Study:
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
         """Starts a new trial, or continues the unfinished trial `number`.
 
-        Returns (Optuna's trial, {hyper-parameter: text for a command line}).
+        Returns (Optuna's trial, {hyper-parameter: its value as text for a command line}).
         """
         trial_number = len(self.trials) if number is None else number
         seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
@@ -136,9 +136,12 @@ class Study:
         return trial, self.parameters(self.trials[trial.number])
 
     def report(self, trial: Trial, values: list[float]) -> bool:
-        """Stores new evaluations of a trial. Returns whether the trial should be stopped early.
+        """Stores new evaluations of a trial. Returns whether to stop it early.
 
-        values: Values of the metric at all evaluations of the trial so far, in order.
+        Optuna decides this by a comparison with the evaluations of other trials.
+
+        values: Values of the metric at all evaluations of the trial so far, in order. Those that are already
+        stored are skipped.
         """
         known = self.trials[trial.number].intermediate_values
         new = [number for number in range(1, len(values) + 1) if number not in known]
@@ -147,9 +150,10 @@ class Study:
         return bool(new) and len(values) < self.num_evaluations and trial.should_prune()
 
     def best(self) -> FrozenTrial | None:
-        """Returns the complete trial with the best value, or None if no trial is complete.
+        """Returns the complete trial with the best score, or None if no trial is complete.
 
-        If several trials have this value, it is the earliest one.
+        The score is the metric of the search, as a mean over seeds (`tuning.trial.Trial.score`). If several
+        trials have the best score, returns the earliest one.
         """
         choose = min if self.selection.lowest_is_best else max
         return choose(self._complete(), key=lambda trial: trial.value, default=None)
@@ -183,9 +187,10 @@ class Study:
         return next((trial for trial in self._complete() if self.parameters(trial) == values), None)
 
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
-        """Returns the hyper-parameters of a trial as {name: text for a command line}.
+        """Returns the hyper-parameters of a trial as {name: value as text for a command line}.
 
-        Returns {} if one has no value yet. Raises ValueError if a value is not in the search space.
+        Returns {} if a hyper-parameter has no value yet. Raises ValueError if a value is not in the search
+        space.
         """
         try:
             return self.space.written(trial.params)

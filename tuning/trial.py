@@ -29,14 +29,14 @@ _GRACE_SECONDS = 120  # a run that was asked to stop is killed after this time
 class Trial:
     """Runs the trainings of one combination of hyper-parameters, one for each seed.
 
-    The trainings are child processes, one after the other. If the caller sets `is_stopped`, the current
-    training saves a checkpoint and ends.
+    The trainings are child processes, one after the other. If the caller sets `is_stopped` to True, the
+    current training saves a checkpoint and ends.
 
     Args:
-        drawn: Optuna's trial.
+        drawn: Trial of Optuna with the chosen values.
         commands: {run folder: command that starts or continues the training}.
-        selection: Metric by which trainings are compared.
-        max_steps: Step at which each training ends. If None, its last step.
+        selection: Metric by which trainings are compared, and whether a low or a high value is better.
+        max_steps: Step at which each training ends. If None, it ends after all steps of its config.
         cores: CPU cores of the trainings. If None, all cores.
     """
 
@@ -59,8 +59,8 @@ class Trial:
     async def run(self, on_poll: Callable[[Trial], None]) -> None:
         """Runs the trainings one after the other, until all have ended or `is_stopped` is True.
 
-        If a training fails after it has saved a new checkpoint, it is started again. Otherwise raises
-        ValueError.
+        If a training fails after it has saved a new checkpoint, it is started again. If it fails without a
+        new checkpoint, raises ValueError.
 
         on_poll: Function that is called five times a second.
         """
@@ -105,13 +105,17 @@ class Trial:
         return all(map(self._has_ended, self._commands))
 
     def values(self) -> list[float]:
-        """Returns the metric at all evaluations so far, one training after the other."""
+        """Returns the values of the metric at all evaluations so far.
+
+        The evaluations of the first training come first, then those of the next one.
+        """
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
 
     def score(self) -> float:
-        """Returns the mean over the trainings of the best value of the metric in each.
+        """Returns the score of the combination of hyper-parameters.
 
-        Raises ValueError if a training has no value.
+        Each training contributes the best value of the metric among its evaluations. The score is the mean
+        over the trainings. Raises ValueError if a training has no value.
         """
         best = []
         for folder in self._commands:
@@ -146,6 +150,7 @@ def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
     all cores.
 
     slot: Number of the trial, from 0 to num_slots - 1.
+    num_slots: Number of trials that run at the same time.
     """
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         return None
