@@ -44,6 +44,7 @@ def test_clues_are_added_to_minimal_puzzles(tmp_path, box, least, most):
     assert all(((row == 1) | (row == questions)).all(axis=1).any() for row in clues)
 
 
+@pytest.mark.slow
 def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
     def generate_twice(seed, *, index, **options):
         return generate_puzzle(seed, index=index // 2, **options)

@@ -96,6 +96,7 @@ def test_small_differences_contradict_nothing():
     assert Rates(1.3, 1.0, "float32", "why").compare().endswith("Set arch.forward_dtype=bfloat16.")
 
 
+@pytest.mark.slow
 def test_each_rank_measures_its_rates(tmp_path):
     finished = _check(tmp_path, 2, "--quick", "--device=cpu", spoil=_contradict)
     assert finished.statuses == [0, 0], finished.stderr
@@ -130,6 +131,7 @@ def _have_an_unknown_name_and_a_dead_address() -> None:
     socket.gethostname = lambda: "nowhere.invalid"
 
 
+@pytest.mark.slow
 def test_a_rank_out_of_reach_and_a_name_that_does_not_resolve_are_named(tmp_path):
     spoil = _have_an_unknown_name_and_a_dead_address
     finished = _check(tmp_path, 3, "--quick", "--device=cpu", spoil=spoil)

@@ -137,6 +137,7 @@ def test_only_whole_batches_are_compiled(sizes):
     assert set(sizes) == {12}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
     """Each of its sizes would be compiled, and torch compiles a function for eight sizes, then no more."""

@@ -83,6 +83,7 @@ def test_every_experiment_says_what_to_expect_and_leans_on_one_other(experiment)
         assert not re.findall(r"^  - (?!override|{)", (folder / f"{base}.yaml").read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch):
     groups = {("experiment=demo",): "demo", ("experiment=demo", "wandb_group=mine"): "mine", (): None}
     for given, group in groups.items():

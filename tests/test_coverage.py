@@ -71,6 +71,7 @@ def _evaluate(folder: Path, name: str, batch_size: int = 84, num_samples: int = 
     return {key: value for key, value in metrics.items() if key.startswith("coloring/")}
 
 
+@pytest.mark.slow
 def test_every_sample_of_a_search_runs_to_its_end(folder, monkeypatch):
     """Against each sample as a run of its own. Its board may be undecided after the last step."""
     data = _open(folder)

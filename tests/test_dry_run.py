@@ -73,6 +73,7 @@ def test_what_does_not_fit_is_one_line(words, line):
         compose_run([*_FITS, "--cfg", "job", "--world-size", *words])
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     words = [*_FITS, "--cfg", "job", "--world-size", "64", "pipeline_parallel_degree=2", "ema=0.999"]
     words += ["arch.forward_dtype=bfloat16"]

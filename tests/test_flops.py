@@ -78,6 +78,7 @@ def test_a_step_takes_what_torch_counts(name, changes):
     assert size * counter.flops(model.eval_reasoning("max")) == answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"samples": 2, "retry_samples": 4}])
 def test_an_answer_takes_what_torch_counts(sudoku_folder, tmp_path, monkeypatch, capsys, options):
     """A search that decides no puzzle, so that every chain runs to its end, also in the second pass."""

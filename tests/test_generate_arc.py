@@ -54,6 +54,7 @@ def test_an_input_that_comes_again_is_drawn_again(monkeypatch):
     assert len({pair.input.tobytes() + bytes(pair.input.shape) for pair in pairs}) == len(pairs)
 
 
+@pytest.mark.slow
 def test_demonstrations_decide(generated):
     for task, rule in generated:
         own = FAMILIES[task.id.partition("_")[0]]

@@ -111,6 +111,7 @@ def test_restarts_that_would_not_survive_the_loss_of_a_node(has_agent_store):
     )
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_to_all_before_the_store_ends_with_rank_0(tmp_path, free_port):
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port)}
     finished = run_program("pretrain", "lr=fast", folder=tmp_path, world_size=3, **environment)

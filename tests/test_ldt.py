@@ -222,6 +222,7 @@ def test_a_search_gives_up_above_its_threshold(data):
         assert (moved["outcome"] == CONTRADICTORY).all() == (threshold == 0)
 
 
+@pytest.mark.slow
 def test_a_search_may_draw_although_training_guesses_the_best(data):
     """decision_value of evaluate.py changes only the search. Temperature 0 guesses the best in both."""
     asked, num = load_defaults("evaluate") | {"checkpoint": "run", "samples": [4]}, 64

@@ -166,6 +166,7 @@ def test_refused_options(tmp_path, words, reason):
 # ------------------------------------------------------------------------------------------------- evaluators
 
 
+@pytest.mark.slow
 def test_ceilings_and_floors_of_8x8_queens():
     """As a second program computed them; a uniform oracle reaches the ceiling, a constant one the floor."""
     inputs, random = queens.all_inputs(8), np.random.default_rng(0)

@@ -229,6 +229,7 @@ def test_a_run_that_does_not_get_better_ends_early(tmp_path, sudoku_folder):
     assert "done: run is at training step 32 of 32" in more.stdout
 
 
+@pytest.mark.slow
 def test_finished_run_says_so(whole_run, sudoku_folder):
     before = (whole_run / "metrics.jsonl").read_text()
     words = (f"data_path={sudoku_folder}", "run_name=a", "project_name=p", *OVERRIDES)

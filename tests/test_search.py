@@ -252,6 +252,7 @@ def test_bad_trials_are_pruned(run_search):
     assert Path(f"out/trial_{pruned.number}/status").exists(), "it was asked to stop, not killed"
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_goes_on_from_its_checkpoint(run_search):
     run_search("lr=choice(7)", trials=1)
     assert [trial.value for trial in load_study().trials] == pytest.approx([0.6])

@@ -262,6 +262,7 @@ def test_npm_must_bring_the_very_package(tmp_path, files, monkeypatch):
         browser.find_runtime(None, scratch)
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, tmp_path, monkeypatch):
     page, noisy = tmp_path / "page", save_on(sudoku_folder, tmp_path / "noisy", state_noise=0.1)
     with pytest.raises(ValueError, match="arch=flow, init_noise or state_noise"):

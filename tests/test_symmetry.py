@@ -58,6 +58,7 @@ def _ignore_colors(monkeypatch) -> None:
     monkeypatch.setattr(SudokuSymmetry, "_color_lines", lambda self, _: (same[:, : self.box[1] ** 2],) * 2)
 
 
+@pytest.mark.slow
 def test_minimal_4x4_sudokus_have_36_classes(monkeypatch):
     puzzles, family = np.unique(_draw_sudokus(1500), axis=0), SudokuSymmetry(_BOX_4)
     hashes = family.hash_rows(puzzles)
