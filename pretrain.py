@@ -72,16 +72,16 @@ def train(program: Program[PretrainConfig]) -> int:
     # and which settings each step has, such as the learning rate.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    # Build the state of step 0: weights, optimizer state, and slots without puzzles. They get puzzles in the
-    # first training step.
+    # Build the state of step 0: weights, optimizer state, and slots (positions of the batch) without puzzles.
+    # They get puzzles in the first training step.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
     # Load the checkpoint that the key `resume` selects, by default the newest one of the run. If the run has
     # no checkpoint yet, load the weights of the checkpoint in the key `init_from`, if it is set.
     checkpoints = open_checkpoints(config, data)
     with program.watchdog.paused():  # The watchdog ends a run that hangs, but loading may take long.
-        # `is_logged`: whether metrics.jsonl, the log of the run, contains the row of the current step. True
-        # at step 0, which has no row.
+        # `is_logged`: False if the row of the loaded step must still be added to metrics.jsonl, the log of
+        # the run. True at step 0, because it needs no row.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
     # Warn if test puzzles are among the puzzles of this training, or among those that the loaded weights were
     # trained on.
@@ -133,8 +133,8 @@ def run_steps(
     # - batches: Iterator over the batches of this rank.
     # - checkpoints: Saves checkpoints in the background. The end of the block waits for the last one.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
-    # - interruption: Catches signals such as Ctrl-C. `is_requested()`: this rank has got one. `is_agreed()`:
-    #   all ranks know that a rank has got one. It becomes True on all ranks after the same training step.
+    # - interruption: Catches signals such as Ctrl-C. `is_requested()`: this rank has got a signal.
+    #   `is_agreed()`: a rank has got a signal, and all ranks know it since the same training step.
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -154,9 +154,11 @@ def run_steps(
                 results = evaluate(config, state, data, only_first_batches=True)
                 checkpoints.best.check(results)
 
+        # Each pass of the loop first does what is due after the current step: checkpoint, log row,
+        # evaluation. Then it runs the next training step.
         ends_early = False
         while True:
-            # Save if a checkpoint is due after this step, and before the evaluation, because that may fail.
+            # The checkpoint is saved first, so that it exists if the evaluation fails.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
@@ -172,7 +174,7 @@ def run_steps(
                         results = evaluate(config, state, data, interruption)
                     if results is None:
                         # A signal interrupted the evaluation. The next launch evaluates again, and logs this
-                        # row. The checkpoint that is saved below contains the training metrics for it.
+                        # row. `save` below the loop stores the training metrics of the row.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -199,25 +201,25 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. `stop_requests`
-            # is the number of ranks with a signal, or None if the ranks did not communicate in this step. If
-            # it is positive, `is_agreed()` becomes True: at once, or on CUDA after the next step.
+            # is positive if a rank has got a signal. With local_steps > 1, it is None between merges. If it
+            # is positive, `is_agreed()` becomes True: at once, or on CUDA after the next training step.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
-            # Every rank has the same weights, or a part of them. Compare weights that must be equal, and end
-            # the run with an error if they differ.
+            # Some tensors must be equal on several ranks, such as the weights. End the run with an error if
+            # they differ.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     state.check_replicas()
 
-        # Save the last step, if it is not saved yet. `close` waits for the disk. It is called here, and not
-        # only at the end of the `with` block, because the watchdog must be paused during this.
+        # Save the last step, if it is not saved yet. `close` waits until the files are written. The end of
+        # the `with` block would wait too, but there the watchdog is not paused.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
-                # If a signal prevented the row of the run's last step, the status is "stopped".
+                # If the last step of the run has no row because of a signal, the status is "stopped".
                 lacks_row = monitor.is_row_due(state.step)
                 status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
                 write_status(folder, status, step=state.step)

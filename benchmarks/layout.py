@@ -58,8 +58,11 @@ def counting() -> Iterator[dict[str, Sent]]:
     """Counts the messages that this rank sends with torch.distributed in a `with` block.
 
     Yields a dict {purpose: (number of messages, number of bytes)} that is filled while the block runs. A
-    purpose is for example "sums of gradients". The model must compute in bfloat16, because the dtype of a
-    message shows its purpose.
+    purpose is for example "sums of gradients". The bytes of a collective are computed. Example: in an
+    all-reduce of n ranks, each rank sends 2 (n - 1) / n times the size of the tensor.
+
+    The model must compute in bfloat16. Then an all-reduce of a bfloat16 tensor sums features, and one of a
+    float32 tensor sums gradients.
     """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 

@@ -66,12 +66,15 @@ _PRODUCT_SECONDS = 0.5  # if a matrix product would take longer, it gets fewer r
 
 
 class Contender:
-    """One of the compared implementations of the training step, in its own process.
+    """One of the compared implementations of the training step.
+
+    The benchmark creates each one in a separate process.
 
     name: Name of the implementation, such as "exact_compiled" or "published".
-    arch: Model, such as "hrm".
+    arch: Name of the model, such as "hrm".
     dtype: Dtype of the model, "bfloat16" or "float32".
-    options: Options of the command line, with the sizes of the model.
+    options: Parsed command line of this benchmark. It contains the batch size, the number of tokens of a
+        puzzle, and the sizes of the model.
     """
 
     def __init__(self, device: torch.device, name: str, arch: str, dtype: str, options: argparse.Namespace):

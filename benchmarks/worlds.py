@@ -179,12 +179,12 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
 
 
 def timed(contender: Any, turn: str, warm_calls: int) -> float:
-    """Calls a function of a compared implementation, and returns the seconds it takes.
+    """Calls one function of a compared implementation, and returns the seconds that it takes on this rank.
 
-    All ranks call it.
+    All ranks must call this together, because they wait for each other before the timed call.
 
-    contender: Object of the implementation. Its attribute `turns` is a dict of functions.
-    turn: Key of the function in `turns`.
+    contender: Object with an attribute `turns`, a dict {key: function without arguments}.
+    turn: Key of the function to time.
     warm_calls: Number of untimed calls before the timed one.
     """
     for _ in range(warm_calls):

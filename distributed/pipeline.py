@@ -23,12 +23,13 @@ from distributed.collectives import Ranks
 class Ring:
     """Sends and receives tensors between the ranks of a pipeline.
 
-    All ranks of the pipeline create their `Ring` objects together.
+    Each rank computes one stage of the pipeline, and owns a part of the batch. The data of an owner goes from
+    the owner to the first stage, through all stages, and from the last stage back to the owner. All ranks of
+    the pipeline create their `Ring` objects together.
 
-    Args:
-        stages: Group of the ranks, for messages from one pipeline stage to the next.
-        owners: Second group of the same ranks, for messages to and from the rank whose data is processed.
-            With only one NCCL group, both kinds of messages between two ranks could wait for each other.
+    stages: Group of the ranks, for messages from one stage to the next.
+    owners: Second group of the same ranks, for messages between an owner and the first or last stage. If both
+        kinds of messages used one NCCL group, they could wait for each other.
     """
 
     def __init__(self, stages: Ranks, owners: Ranks):

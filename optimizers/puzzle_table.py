@@ -107,8 +107,9 @@ class PuzzleTable:
     def update_(self, lr: float) -> None:
         """Updates the puzzle embeddings that this training step used. Does not communicate.
 
-        Call `reduce` or `keep_own` first. Before the update, the old embeddings are added to the moving
-        average.
+        First call `reduce`, or `keep_own` if ranks train separately (local_steps > 1). They provide the
+        gradients. The moving average of an embedding is computed only when the embedding is about to change.
+        This method first brings it up to date with the old embedding, and then changes the embedding.
 
         lr: Learning rate.
         """

@@ -74,7 +74,11 @@ class Rerun:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Facts about the machine, with the keys "cpu", "cores", "torch" and others."""
+        """Describes the machine that this program runs on, and the dtype of the trainings.
+
+        The keys are "cpu" (name of the processor, or of the GPU if the training uses one), "instruction_set",
+        "cores", "torch" (version) and "forward_dtype".
+        """
         versions = {"cores": num_cores(), "torch": torch.__version__}
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 

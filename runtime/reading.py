@@ -81,7 +81,8 @@ def sha256_of(path: Path) -> str:
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     """Returns the content of a file. A file that ends in .gz is decompressed.
 
-    Raises ValueError if the file cannot be read or has more than `most` bytes.
+    Raises ValueError if the file cannot be read, or if its content has more than `most` bytes (for .gz, after
+    decompression).
     """
     with _open_unpacked(path) as file:
         content = file.read(most + 1)

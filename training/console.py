@@ -30,7 +30,8 @@ class Console:
 
     A progress bar shows the newest training metrics. Each evaluation prints one line for each test set.
 
-    steps: range(number of training steps done, step after which this process ends).
+    steps: range(start, stop). `start` is the number of training steps that were already done when this
+        process started, 0 for a new training. `stop` is the number of the last step that this process does.
     """
 
     name = "the progress bar"

@@ -3,33 +3,35 @@
 A thinking step is one forward pass of the network. It reads a puzzle and a state, and returns a new state and
 an answer. The models think about a puzzle in several thinking steps, but a training step contains only one.
 
-A slot is one position of the global batch. Each rank has its own slots. A slot keeps its puzzle and its state
-from one training step to the next, until the puzzle halts: the thinking about it is over. Then the slot gets
-a new puzzle. Between training steps, `state.carry` contains the puzzles and states of this rank's slots. The
-states are detached, so no gradient flows into an earlier training step.
+A slot is one position of the global batch. The ranks divide the slots among themselves. A slot keeps its
+puzzle and its state from one training step to the next, until the puzzle halts: the thinking about it is
+over. Then the slot gets a new puzzle. Between training steps, `state.carry` contains the puzzles and states
+of this rank's slots. The states are detached, so no gradient flows into an earlier training step.
 
 `train_step` does the following. The comments in the code have the same numbers. "Dense weights" are all
-weights except the puzzle embeddings. A puzzle embedding is a learned vector of one puzzle.
+weights except the puzzle embeddings. A puzzle embedding is a learned vector of a puzzle identifier. Several
+puzzles may share an identifier.
 
-1. Draw random numbers on the host. Example: exploration. A few slots get a random minimum number of thinking
-   steps, and do not halt in this training step before it.
+1. Draw random numbers on the host. Example: exploration. A few slots get a random number m. In this training
+   step, such a slot does not halt if its puzzle has had fewer than m thinking steps.
 2. The data offer one new puzzle to each slot. A slot that has halted takes its new puzzle, with an initial
    state. The other slots go on with their old puzzles, and their new puzzles are not used.
-3. Determine the divisors of the loss. The most important one is the number of slots, which is constant.
-4. Run the micro-batches: thinking step, decision which slots halt (models/halting.py), loss, and backward
-   pass. The gradients of the micro-batches add up.
+3. Determine the divisors of the loss. For most models, there is only one: the number of slots of the global
+   batch, which is constant.
+4. Zero the gradients. Run the micro-batches: thinking step, decision which slots halt (models/halting.py),
+   loss, and backward pass. The gradients of the micro-batches add up.
 5. Store the new puzzles and states.
 6. Sum the gradients over ranks. Two more numbers are summed with them: the loss, and the number of ranks that
    a signal has asked to stop.
-7. Clip the gradients of the dense weights (`grad_clip_norm`). Update the dense weights with the optimizer,
-   and the embeddings of the puzzles in the slots with sign SGD and weight decay. The moving averages of these
-   embeddings change here too (`ema`).
-8. If the forward pass reads bfloat16 copies of the weights, copy the new weights to them.
+7. Clip the gradients of the dense weights (`grad_clip_norm`). Update the dense weights with the optimizer.
+   Update the puzzle embeddings that any rank used in this step with sign SGD and weight decay. Before an
+   embedding changes, its old value is added to its moving average (`ema`).
+8. If the blocks of the network compute in bfloat16, copy the new float32 weights to their bfloat16 weights.
 9. Update the moving averages of the dense weights (`ema`).
 10. Add the metrics of this rank to the sums for the next log row.
 
 With one process, nothing is sent. A loss that is not finite does not stop the step. `Monitor` in
-training/monitor.py finds it later, and ends the run.
+training/monitor.py finds it after the step, and ends the run.
 
 The following config keys change a step.
 
@@ -38,26 +40,32 @@ How gradients are summed
   of step 6. Step 6 waits for the sums. Then it sends the gradients of the puzzle embeddings.
 - sync=ddp: torch's DistributedDataParallel sums the gradients of the dense weights in the last backward pass.
   Step 6 sends the gradients of the puzzle embeddings, and the two numbers. There are no bfloat16 copies.
-- sync=auto: If all ranks are on the CPUs of one Linux node, step 6 adds the gradients in shared memory
-  (`SharedMemorySync` in distributed/sync.py). By default, the optimizer state is then sharded. Otherwise, and
-  with most of the keys below, it is the same as sync=flat.
-- sync_dtype=bfloat16: The gradients of the dense weights are sent in bfloat16.
-- local_steps > 1: Each rank trains by itself. Steps 3 and 6 send nothing. Every `local_steps` training steps,
-  and after the last one, step 8 gives common weights to all ranks: their mean over the ranks, or with
-  `outer_lr` and `outer_momentum` a step towards it. It also sums the two numbers of step 6 (`LocalSteps` in
-  training/strategy.py).
+- sync=auto: On the CPUs of one Linux node, step 6 adds the gradients of the dense weights and the two numbers
+  in shared memory (`SharedMemorySync` in distributed/sync.py). The optimizer state is then sharded, unless
+  data_parallel_shard_degree=1. On other machines, sync=auto is sync=flat. It is also sync=flat with
+  sync_dtype=bfloat16, local_steps > 1, train_only, a pipeline, tensor parallelism, or a shard degree other
+  than 1 and the number of ranks.
+- sync_dtype=bfloat16: The gradients of the dense weights and the two numbers are sent in bfloat16.
+- local_steps > 1: Each rank trains with its own gradients, and steps 3 and 6 send nothing. After every
+  `local_steps` training steps, and after the last one, step 8 merges the ranks. Each dense weight becomes its
+  mean over ranks (`outer_lr` and `outer_momentum` change this). Each puzzle embedding becomes its mean over
+  the ranks that changed it. The optimizer states are not merged. The loss, the gradient norm and the stop
+  requests of all steps since the last merge are summed only then (`LocalSteps` in training/strategy.py).
 
 How weights are distributed
 - data_parallel_shard_degree: The optimizer state is sharded (ZeRO-1). In step 7, each rank updates its shard
-  of the weights. In bfloat16, only the weights of the blocks are sharded, and each rank updates all others.
-  Step 8 all-gathers the new weights (distributed/flat.py).
-- pipeline_parallel_degree: Each rank has some of the blocks, and all other weights. For its own slots, it
-  computes the embedding, the answer and the loss. Step 4 sends the activations of its slots through the
-  blocks on the other ranks of the pipeline (distributed/pipeline.py). Step 6 sends all gradients. Step 7 sums
-  the gradient norm over these ranks.
-- tensor_parallel_degree: A group of ranks has the same slots. Each of them has a part of every matrix in the
-  blocks, and step 4 sums activations over the group. Steps 6 and 7 are as with a pipeline. With Muon, step 7
-  also gathers matrices (distributed/tensor.py).
+  of the weights. In bfloat16, or with a pipeline or tensor parallelism, only the weights of the blocks are
+  sharded. Every rank then updates all other weights. Step 8 all-gathers the new weights
+  (distributed/flat.py).
+- pipeline_parallel_degree: The blocks are divided among the ranks of a pipeline. Each rank has all other
+  weights too, and computes the embedding, the answer and the loss of its own slots. In step 4, the
+  activations of its slots pass through the blocks of all ranks of the pipeline (distributed/pipeline.py). The
+  backward pass sends no gradients of weights: step 6 sends all of them. Step 7 computes the gradient norm of
+  the complete model: it adds the squares of the norms of all ranks.
+- tensor_parallel_degree: The ranks of a group have the same slots. Each of them has a part of every matrix in
+  the blocks, and step 4 sums activations over the group. Step 6 sends all gradients of weights. Step 7
+  computes the gradient norm of the complete model, and with Muon gathers matrices. Step 8 sums the stop
+  requests over the group (distributed/tensor.py).
 - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank only, its owner. Step 3 fetches embeddings
   from their owners, and step 6 sends the gradients to the owners (optimizers/puzzle_table.py).
 
@@ -65,15 +73,18 @@ What is computed
 - train_only=puzzle_embeddings: The dense weights have no gradient, and do not change.
 - arch.no_ACT_continue=false (HRM): The network also predicts q_continue, how good one more thinking step
   would be. The target of this prediction comes from that thinking step. With arch.q_target=exact, step 4 runs
-  it for all slots, without gradient. With "deferred", step 4 runs it only for slots that halt. The other
-  slots run it in the next training step anyway (models/objective.py).
-- arch=ldt: A slot may hold several puzzles, called boards. In each training step, a slot works on one of
-  them, chosen at random. Step 3 sums two further divisors over ranks.
-- gradient_accumulation_steps: Number of micro-batches in step 4. Only the last backward pass sends gradients.
+  it for all slots, without gradient. With "deferred", step 4 runs it only for slots that halt. If a slot goes
+  on, its next training step gives the target, and the loss of that step contains this term
+  (models/objective.py).
+- arch=ldt: A slot may hold several puzzles, called boards (`boards_per_slot`). In each training step, it
+  works on one of them, chosen at random. Step 3 also counts two further divisors, and sums them over ranks.
+- gradient_accumulation_steps: Number of micro-batches in step 4. Only the last backward pass may send
+  gradients.
 - curriculum: The run has stages, each with its own data and number of cycles in a thinking step
   (training/schedule.py).
-- torchrun --nnodes MIN:MAX (elastic): The number of ranks may change when the run restarts. A rank without
-  slots runs one empty micro-batch.
+- torchrun --nnodes MIN:MAX (elastic): The number of ranks may change when the run restarts. If it does not
+  divide the number of slots, some ranks have fewer slots, or none. A rank without slots runs one empty
+  micro-batch.
 
 `PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse keys that cannot
 be combined.
@@ -118,8 +129,9 @@ def train_step(
 
     Returns:
         The loss, the gradient norm before clipping, and the number of ranks that a signal has asked to stop.
-        They are equal on all ranks. With local_steps > 1, they are None except in a step after which all
-        ranks have common weights. They are then means over the steps since the last such step.
+        They are equal on all ranks. With local_steps > 1, they are None, except in a step that merges the
+        ranks. The loss and the norm are then means over the steps since the last merge, and the last number
+        is positive if a rank got a signal in these steps.
     """
     state.step += 1
     network = state.model.network
@@ -127,12 +139,12 @@ def train_step(
         reasoning = state.model.reasoning
     # 1. Random numbers.
     rng = sample_rng(state, config, reasoning)
-    # 2. New puzzles. `picked` is None, except with arch=ldt: then it selects one board of each slot. `active`
-    # contains the puzzle and the state of every slot for this thinking step.
+    # 2. New puzzles. If slots hold several boards (arch=ldt), `picked` selects one of each slot. Otherwise,
+    # it is None. `active` contains the puzzle and the state of every slot for this thinking step.
     picked = network.pick_boards(rng)
     active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
-    # 3. Divisors of the loss. `state.table` contains the puzzle embeddings, and may fetch some from other
-    # ranks.
+    # 3. Divisors of the loss. Before that, the table of puzzle embeddings fetches those that are on other
+    # ranks, if there are any.
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
@@ -143,7 +155,7 @@ def train_step(
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. The log contains their sums over ranks, so grad_norm becomes a mean over ranks.
+    # 10. Metrics. The log contains their sums over ranks. The division turns that of grad_norm into a mean.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -172,8 +184,8 @@ def forward_and_backward(
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
-    # Numbers to sum over ranks with the gradients. The last backward pass may send them, so they are added
-    # before it.
+    # Numbers to sum over ranks with the gradients. With sync=flat, the last backward pass sends them, so
+    # they are added before it.
     scalars = state.weights.scalars
     carries: list[Carry] = []
     sums: Sums = {}
@@ -215,12 +227,12 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # 8. Copy the new weights to those that the forward pass reads. With local_steps > 1, the weights of all
-    # ranks first become equal, if this is due after this step.
+    # 8. Make the forward pass read the new weights. With local_steps > 1, this first merges the ranks, if a
+    # merge is due after this step.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
     # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it is empty, except after
-    # a step that made the weights of all ranks equal. Then it contains all steps since the last such step.
+    # a merge. Then it contains all steps since the previous merge, and the weights are added once for each.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 
@@ -231,7 +243,7 @@ def sample_rng(state: TrainState, config: PretrainConfig, reasoning: Reasoning) 
     They depend on the seed, the step and the slot, but not on the number of ranks.
     """
     # The host draws some numbers for the global batch, and this rank copies those of its slots to the device.
-    # The forward pass draws all others on the device, such as noise.
+    # All others, such as noise, are drawn on the device when they are needed.
     slots, device = state.slots, state.carry.steps.device
     arrays = state.model.network.sample_randomness(
         seed=config.seed, step=state.step, batch_size=config.global_batch_size, reasoning=reasoning

@@ -175,12 +175,16 @@ def _split_files(
 
 
 def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
-    """Removes repeated pairs of a file, and prints how many there were.
+    """Returns the pairs without repeats, and prints how many were left out.
 
-    Warns about inputs with several answers, and about answers that are equal to their inputs. These pairs are
-    not removed.
+    The first of several equal pairs is kept.
 
-    pairs: Inputs and answers, uint8 [n, 2, cells]. path: The file, for messages. kind: Name of the builder.
+    Warns if an input occurs with different answers, and if an answer is equal to its input. These pairs are
+    kept.
+
+    pairs: Inputs and answers, uint8 [n, 2, cells].
+    path: File that the pairs were read from, for the messages.
+    kind: Kind of puzzle, for the messages, such as "sudoku".
     """
     seen: set[tuple[bytes, bytes]] = set()
     inputs: set[bytes] = set()

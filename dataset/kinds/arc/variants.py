@@ -44,10 +44,14 @@ def variant_name(task_id: str, transform: list[int]) -> str:
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """Parses the name of an augmented copy of a task. Returns (id of the task, transform).
+    """Splits the name of an augmented copy of a task into (id of the task, transform).
 
-    Example: "0a938d79|||t3|||0214356789" gives ("0a938d79", (3, 0, 2, 1, 4, 3, 5, ...)). If the name is only
-    an id, the transform is `IDENTITY`. Raises ValueError if the name is not valid.
+    A transform is 11 numbers. The first one, 0 to 7, selects a rotation or mirroring. The others are the new
+    colors of the colors 0 to 9.
+
+    Example: "0a938d79|||t7|||0213456789" gives ("0a938d79", (7, 0, 2, 1, 3, 4, 5, 6, 7, 8, 9)). If the name
+        is only an id, the transform is `IDENTITY`, which changes nothing. Raises ValueError if the name is
+        not valid, or if two colors get the same new color.
     """
     match = _NAME.fullmatch(name)
     if match is None:
