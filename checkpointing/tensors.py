@@ -236,13 +236,15 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
 
 
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
-    """Parses the description of a shard in the metadata of its file.
+    """Parses and checks the description of a shard in the metadata of its file.
 
-    Returns (spans, shape, is_by_rank). `_Stored` explains these values. Raises ValueError if the description
-    is damaged.
+    Returns (spans, shape, is_by_rank). spans: Positions of the shard's elements in the flattened full tensor.
+    shape: Shape of the full tensor. is_by_rank: Whether the full tensor is [ranks, ...], and the shard is the
+    row of one rank. Raises ValueError if the description is damaged.
 
-    entry: The description, an untrusted JSON value. num_stored: Number of elements in the file. where: Start
-    of the error message.
+    entry: The description, an untrusted JSON value.
+    num_stored: Number of elements that the file stores for this shard.
+    where: Start of the error message.
     """
     try:
         spans, shape, is_by_rank = entry

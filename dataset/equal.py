@@ -246,10 +246,11 @@ class Trained:
         return dataclasses.replace(self, hashes=self.hashes[self.hashes < _limit(rate)], rate=rate)
 
     def join(self, other: "Trained | None") -> "Trained":
-        """Returns the training examples of `self` and `other` together.
+        """Returns a `Trained` with the training examples of both `self` and `other`.
 
-        The `rate` of the result is the smaller `rate` of the two. If `other` is None or adds nothing, returns
-        `self`.
+        A `Trained` may store only a sample of its examples' hashes: the fraction `rate`. The result has the
+        smaller `rate` of the two, and drops the hashes outside that sample. If `other` is None, or if `self`
+        already stores everything that `other` has, returns `self`.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self

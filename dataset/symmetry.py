@@ -262,10 +262,11 @@ def _orders(
 
 
 def _renames_columns(grid: np.ndarray, target: np.ndarray) -> Callable[[list[int]], bool]:
-    """Returns a function that compares columns of `grid` with the first columns of `target`.
+    """Returns a function that compares some columns of `grid` with the first columns of `target`.
 
-    The function takes a list of column numbers of `grid`. It returns whether an exchange of digits makes
-    these columns equal to as many first columns of `target`.
+    The function takes a list of k column numbers of `grid`. It returns True if these columns, in this order,
+    become the first k columns of `target` when each digit is replaced by another one (a one-to-one renaming
+    of the digits). Empty cells must match empty cells.
     """
     columns, target_columns = grid.T.tolist(), target.T.tolist()
     fixed = {(token, token) for token in range(FIRST_SYMBOL)}

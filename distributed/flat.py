@@ -49,7 +49,8 @@ class Scalars:
     def add(self, **numbers: float | Tensor) -> None:
         """Adds to the numbers of this rank. Example: `add(loss=0.5)` adds 0.5 to the number "loss".
 
-        If gradients are sent as bfloat16 (sync_dtype), these numbers are also rounded to bfloat16.
+        The numbers are sent to the other ranks in the same message as the gradients. So if gradients are sent
+        as bfloat16 (config key sync_dtype), the numbers are rounded to bfloat16 too.
         """
         assert not self.is_closed, f"{', '.join(numbers)}: too late, the scalars may already be sent"
         for name, number in numbers.items():

@@ -46,12 +46,14 @@ class Gate(nn.Module):
         return torch.where(log_D.isinf(), self.score(z), log_D)
 
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the result of a call to the weighted mean. Returns (state, log D).
+        """Adds the result of a call to the weighted mean of all results so far.
 
-        The returned values are those after the call.
+        Returns the new mean, which is the new state, and the new log D. D is the sum of the weights of all
+        results so far. Earlier weights shrink by a learned factor in each call.
 
-        z: State before the call, [batch, positions, width]. new: Result of the call, in the same shape.
-        log_D: log D before the call, float32 [batch, positions].
+        z: Mean before the call, which is the state, [batch, positions, width].
+        new: Result of the call, in the same shape.
+        log_D: Logarithm of D before the call, float32 [batch, positions].
         """
         score, faded = self.score(new), log_D + F.logsigmoid(self.beta_logit)
         weight = torch.sigmoid(score - faded).to(z.dtype)[..., None]

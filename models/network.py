@@ -207,10 +207,15 @@ class TokenNetwork(Network):
         return Prediction(logits, *self.q_values(z_H))
 
     def q_values(self, z_H: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns q_halt and q_continue, the logits that decide when a puzzle halts.
+        """Returns q_halt and q_continue, each float32 [batch].
 
-        Both are float32 [batch]. The output layer `q_head` reads position 0 of z_H. With arch.conv=instead,
-        it reads the mean over all positions.
+        q_halt is the logit of the probability that the answer is right. q_continue predicts how good the
+        answer of a further call would be. They decide whether the model stops working on a puzzle
+        (models/halting.py).
+
+        They are computed from position 0 of z_H. If a convolution replaces attention (arch.conv=instead),
+        they are computed from the mean over all positions, because position 0 then depends only on cells near
+        it.
 
         z_H: Hidden state, [batch, positions, hidden].
         """

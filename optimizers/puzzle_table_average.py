@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 class RowAverage(Average):
     """The moving average (EMA) of the puzzle embeddings. Each rank averages some of them.
 
-    A training step changes only a few embeddings. Over n steps without a change, the difference between the
-    average and the embedding is multiplied by rate^n. This is computed in one operation, when the embedding
-    is about to change or when the average is read.
+    A training step changes only a few embeddings. Without bias correction, the difference between the average
+    and an unchanged embedding is multiplied by `rate` in each step, so by rate^n in n steps. This is computed
+    in one operation, when the embedding is about to change or when the average is read.
 
-    table: Table of puzzle embeddings, with one embedding in each row. rate: Factor of the old average in each
-    step, close to 1. corrects_bias: If True, the initial embeddings have no influence on the average, and the
-    factor changes with the step.
+    table: Table of puzzle embeddings, with one embedding in each row.
+    rate: Factor of the old average in each step, close to 1.
+    corrects_bias: If True, the bias is corrected as in Adam: the initial embeddings have no influence on the
+        average. The factor of the old average is then 0 in step 1, and rises toward `rate`.
     """
 
     def __init__(self, table: Replicated | RowsByOwner, *, rate: float, corrects_bias: bool):

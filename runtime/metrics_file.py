@@ -80,9 +80,11 @@ def forget_wandb_step(run_folder: Path) -> None:
 
 
 def last_wandb_step(run_folder: Path) -> int:
-    """Returns the last step that was ever removed from metrics.jsonl, or 0.
+    """Returns the highest step whose line was ever removed from metrics.jsonl, or 0 if none was.
 
-    Weights & Biases (W&B) may have this step, because it cannot remove lines.
+    A run that resumes from an earlier step removes the lines of later steps, and logs these steps again.
+    Weights & Biases (W&B) cannot remove what it has received, so it may already have all steps up to this
+    one.
     """
     path = run_folder / _WANDB_STEP_FILE
     text = read_text(path).strip() if path.exists() else ""

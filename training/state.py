@@ -41,7 +41,7 @@ class TrainState:
 
     Attributes:
         model: This rank's part of the model.
-        weights: All weights except puzzle embeddings (dense weights), and their optimizers.
+        weights: The dense weights, which are all weights except puzzle embeddings, and their optimizers.
         table: Puzzle embeddings and their optimizer.
         average: Moving average (EMA) of the dense weights.
         strategy: When and how ranks synchronize gradients or weights.

@@ -32,9 +32,11 @@ def _mismatch(metadata: Metadata) -> str | None:
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
     """Checks by the rules whether answers to mazes are right. Returns {check: bool [n]}.
 
-    The check "valid" is passed if the answer is the maze with one path from start to goal. The check
-    "shortest" also needs the path to be as short as possible. inputs, preds: Mazes and answers, tokens [n,
-    seq_len].
+    An answer passes "valid" if it is its maze, unchanged except that the cells of exactly one path from start
+    to goal are marked. It passes "shortest" if this path is also as short as possible.
+
+    inputs: Mazes, tokens [n, seq_len].
+    preds: Answers, in the same form.
     """
     is_valid = rules.is_path(inputs, preds)
     path_cells = np.isin(preds, (rules.START, rules.PATH, rules.GOAL)).sum(axis=1)

@@ -171,14 +171,15 @@ def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Joins rows of cells to Sudoku grids. Returns (line number, cells) of each grid.
+    """Joins rows of cells to Sudoku grids. Returns (line number of its first row, cells) for each grid.
 
-    1. If all rows have n cells, and their number is a multiple of n, every n rows become a grid.
-    2. If each row has as many cells as a grid, the rows are returned unchanged.
-    3. In any other case, all rows become one grid.
+    The first rule that applies is used:
 
-    Rows of 16 cells may be rows of a 16x16 grid or 4x4 grids. If they have no digit above 4, they are 16x16
-    only if there are 16 of them.
+    1. All rows have n cells, Sudokus of size n x n exist, and the number of rows is a multiple of n: every n
+    rows become one grid. Exception: 16 cells can also be a complete 4x4 grid. If the rows have 16 cells and
+    no digit above 4, this rule applies only if there are exactly 16 rows.
+    2. All rows have as many cells as a complete grid: each row is a grid.
+    3. Otherwise: all rows together become one grid, even if it has no valid size.
 
     rows: (line number, cells) of each row.
     """
