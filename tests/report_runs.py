@@ -10,7 +10,7 @@ import torch
 from checkpointing.files import CONFIG_FILE, STARTS_FILE
 from config.files import config_to_yaml
 from dataset.description import DatasetInfo, with_candidates
-from dataset.files import open_dataset
+from dataset.files import load_metadata, open_dataset
 from dataset.metadata import IGNORE_LABEL_ID, Dataset, usual_metadata
 from evaluation.trace import Trace
 from models import HaltingModel, build_model
@@ -34,7 +34,9 @@ def write_run(
     config = tiny_config(**{"arch": arch, **names, **changes})
     folder.mkdir(parents=True)
     if has_checkpoint:
-        metadata = with_candidates(open_dataset(data, read_everything=False)).metadata
+        metadata = load_metadata(data, "test")
+        if config.arch.name == "ldt":
+            metadata = with_candidates(open_dataset(data, read_everything=False)).metadata
         state = build_first_state(config, metadata, device=torch.device("cpu"))
         if hasattr(state.model.network, "q_head"):
             with torch.no_grad():
