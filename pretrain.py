@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def train(program: Program[PretrainConfig]) -> int:
-    """Trains until the last step, or until a signal such as Ctrl-C stops the run. All ranks call it.
+    """Trains until the run ends, or until a signal such as Ctrl-C stops it. All ranks call it.
 
     Returns the exit status of this process.
     """
@@ -89,8 +89,8 @@ def train(program: Program[PretrainConfig]) -> int:
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
     # There is nothing to do if an earlier launch finished the run: it reached the last step, or it ended
-    # early because the model had stopped improving. If metrics.jsonl lacks the last row, `run_steps` adds it.
-    # Example: The earlier launch was killed during the last evaluation.
+    # early because the model had stopped improving. But if metrics.jsonl lacks the last row, `run_steps` adds
+    # it. Example: The earlier launch was killed during the last evaluation.
     is_evaluated = is_logged and schedule.is_evaluation(state.step)
     ends_early = is_evaluated and checkpoints.best.ends_early(config.stop_patience)
     is_last = is_logged and state.step >= schedule.end_step
@@ -109,7 +109,7 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    return end_torchrun()  # the exit status. On several machines, this also stops torchrun
+    return end_torchrun()  # the exit status. On a fixed number of several machines, it also stops torchrun
 
 
 def run_steps(
@@ -134,7 +134,7 @@ def run_steps(
     # - checkpoints: Saves checkpoints in the background. The end of the block waits for the last one.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()`: this rank has got a signal.
-    #   `is_agreed()`: a rank has got a signal, and all ranks know it since the same training step.
+    #   `is_agreed()`: a rank has got a signal, and all ranks know it. Then all stop after the same step.
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -202,7 +202,7 @@ def run_steps(
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. `stop_requests`
             # is positive if a rank has got a signal. With local_steps > 1, it is None between merges. If it
-            # is positive, `is_agreed()` becomes True: at once, or on CUDA after the next training step.
+            # is positive, `is_agreed()` becomes True: at once, or on CUDA with the next number.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 

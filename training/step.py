@@ -16,22 +16,22 @@ puzzles may share an identifier.
    step, such a slot does not halt if its puzzle has had fewer than m thinking steps.
 2. The data offer one new puzzle to each slot. A slot that has halted takes its new puzzle, with an initial
    state. The other slots go on with their old puzzles, and their new puzzles are not used.
-3. Determine the divisors of the loss. For most models, there is only one: the number of slots of the global
-   batch, which is constant.
+3. Determine the divisors of the loss: numbers by which its terms are divided. For most models, there is only
+   one: the number of slots of the global batch, which is constant.
 4. Zero the gradients. Run the micro-batches: thinking step, decision which slots halt (models/halting.py),
    loss, and backward pass. The gradients of the micro-batches add up.
 5. Store the new puzzles and states.
 6. Sum the gradients over ranks. Two more numbers are summed with them: the loss, and the number of ranks that
    a signal has asked to stop.
 7. Clip the gradients of the dense weights (`grad_clip_norm`). Update the dense weights with the optimizer.
-   Update the puzzle embeddings that any rank used in this step with sign SGD and weight decay. Before an
-   embedding changes, its old value is added to its moving average (`ema`).
+   With sign SGD and weight decay, update the puzzle embeddings that any rank used in this step. Before an
+   embedding changes, its moving average catches up with all steps since the last change (`ema`).
 8. If the blocks of the network compute in bfloat16, copy the new float32 weights to their bfloat16 weights.
 9. Update the moving averages of the dense weights (`ema`).
 10. Add the metrics of this rank to the sums for the next log row.
 
 With one process, nothing is sent. A loss that is not finite does not stop the step. `Monitor` in
-training/monitor.py finds it after the step, and ends the run.
+training/monitor.py finds it after the step, on a GPU some steps later, and ends the run.
 
 The following config keys change a step.
 
@@ -42,15 +42,16 @@ How gradients are summed
   Step 6 sends the gradients of the puzzle embeddings, and the two numbers. There are no bfloat16 copies.
 - sync=auto: On the CPUs of one Linux node, step 6 adds the gradients of the dense weights and the two numbers
   in shared memory (`SharedMemorySync` in distributed/sync.py). The optimizer state is then sharded, unless
-  data_parallel_shard_degree=1. On other machines, sync=auto is sync=flat. It is also sync=flat with
-  sync_dtype=bfloat16, local_steps > 1, train_only, a pipeline, tensor parallelism, or a shard degree other
-  than 1 and the number of ranks.
+  data_parallel_shard_degree=1. In all other cases, sync=auto is sync=flat. On such CPUs, these are:
+  sync_dtype=bfloat16, local_steps > 1, train_only, a pipeline, tensor parallelism, and a shard degree that is
+  neither 1 nor the number of ranks.
 - sync_dtype=bfloat16: The gradients of the dense weights and the two numbers are sent in bfloat16.
-- local_steps > 1: Each rank trains with its own gradients, and steps 3 and 6 send nothing. After every
-  `local_steps` training steps, and after the last one, step 8 merges the ranks. Each dense weight becomes its
-  mean over ranks (`outer_lr` and `outer_momentum` change this). Each puzzle embedding becomes its mean over
-  the ranks that changed it. The optimizer states are not merged. The loss, the gradient norm and the stop
-  requests of all steps since the last merge are summed only then (`LocalSteps` in training/strategy.py).
+- local_steps > 1: Each rank trains alone. Step 3 divides the loss by the number of this rank's slots. Step 6
+  sums nothing. Step 7 updates only the puzzle embeddings that this rank used. After every `local_steps`
+  training steps, and after the last one, step 8 merges the weights of the ranks. Each dense weight becomes
+  its mean over ranks (`outer_lr` and `outer_momentum` change this). Each puzzle embedding becomes its mean
+  over the ranks that changed it. The optimizer states are not merged. The loss, the gradient norm and the
+  stop requests of all steps since the last merge are summed only then (`LocalSteps` in training/strategy.py).
 
 How weights are distributed
 - data_parallel_shard_degree: The optimizer state is sharded (ZeRO-1). In step 7, each rank updates its shard
@@ -60,31 +61,32 @@ How weights are distributed
 - pipeline_parallel_degree: The blocks are divided among the ranks of a pipeline. Each rank has all other
   weights too, and computes the embedding, the answer and the loss of its own slots. In step 4, the
   activations of its slots pass through the blocks of all ranks of the pipeline (distributed/pipeline.py). The
-  backward pass sends no gradients of weights: step 6 sends all of them. Step 7 computes the gradient norm of
-  the complete model: it adds the squares of the norms of all ranks.
+  backward pass sends no gradients of weights. Step 6 sends all of them, and the two numbers. Step 7 computes
+  the gradient norm of the complete model. For this, it sums the squared norms of the blocks over the ranks.
 - tensor_parallel_degree: The ranks of a group have the same slots. Each of them has a part of every matrix in
-  the blocks, and step 4 sums activations over the group. Step 6 sends all gradients of weights. Step 7
-  computes the gradient norm of the complete model, and with Muon gathers matrices. Step 8 sums the stop
-  requests over the group (distributed/tensor.py).
+  the blocks, and step 4 sums activations and their gradients over the group. Step 6 sends all gradients of
+  weights, and the two numbers. Step 7 computes the gradient norm of the complete model, and with Muon gathers
+  matrices. Step 8 sums the stop requests over the group (distributed/tensor.py).
 - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank only, its owner. Step 3 fetches embeddings
   from their owners, and step 6 sends the gradients to the owners (optimizers/puzzle_table.py).
 
 What is computed
-- train_only=puzzle_embeddings: The dense weights have no gradient, and do not change.
+- train_only=puzzle_embeddings: The dense weights have no gradient, and do not change. Step 6 sends the two
+  numbers.
 - arch.no_ACT_continue=false (HRM): The network also predicts q_continue, how good one more thinking step
-  would be. The target of this prediction comes from that thinking step. With arch.q_target=exact, step 4 runs
-  it for all slots, without gradient. With "deferred", step 4 runs it only for slots that halt. If a slot goes
-  on, its next training step gives the target, and the loss of that step contains this term
-  (models/objective.py).
+  would be. The target is computed from the output of the slot's next thinking step. With arch.q_target=exact,
+  step 4 runs one more thinking step for all slots, without gradient, to get this output. With "deferred", it
+  does so only for slots that halt. A slot that goes on makes its next thinking step in the next training step
+  anyway. The loss of that training step then contains the q_continue loss of this one (models/objective.py).
 - arch=ldt: A slot may hold several puzzles, called boards (`boards_per_slot`). In each training step, it
   works on one of them, chosen at random. Step 3 also counts two further divisors, and sums them over ranks.
 - gradient_accumulation_steps: Number of micro-batches in step 4. Only the last backward pass may send
   gradients.
-- curriculum: The run has stages, each with its own data and number of cycles in a thinking step
+- curriculum: The run has stages, which may have their own data and numbers of cycles in a thinking step
   (training/schedule.py).
-- torchrun --nnodes MIN:MAX (elastic): The number of ranks may change when the run restarts. If it does not
-  divide the number of slots, some ranks have fewer slots, or none. A rank without slots runs one empty
-  micro-batch.
+- torchrun --nnodes MIN:MAX (elastic): The number of ranks may change when the run restarts. If this number
+  does not divide the number of slots, some ranks have fewer slots and micro-batches. A rank without slots
+  runs one empty micro-batch.
 
 `PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse keys that cannot
 be combined.
@@ -130,8 +132,8 @@ def train_step(
     Returns:
         The loss, the gradient norm before clipping, and the number of ranks that a signal has asked to stop.
         They are equal on all ranks. With local_steps > 1, they are None, except in a step that merges the
-        ranks. The loss and the norm are then means over the steps since the last merge, and the last number
-        is positive if a rank got a signal in these steps.
+        weights. The loss and the norm are then means over ranks and over the steps since the last merge. The
+        last number is positive if a rank got a signal in these steps.
     """
     state.step += 1
     network = state.model.network
@@ -155,7 +157,7 @@ def train_step(
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. The log contains their sums over ranks. The division turns that of grad_norm into a mean.
+    # 10. Metrics. They are summed over ranks for a log row. The division makes grad_norm a mean.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -227,8 +229,8 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # 8. Make the forward pass read the new weights. With local_steps > 1, this first merges the ranks, if a
-    # merge is due after this step.
+    # 8. Make the forward pass read the new weights. With local_steps > 1, this first merges the weights of
+    # the ranks, if a merge is due after this step.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
     # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it is empty, except after
