@@ -167,7 +167,7 @@ class EveryStep(Strategy):
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         self._weights.gather_()
         loss = self._scalars["loss"].sum() / self._batch_size
-        stop_requests = self._tensor.all_reduce_sum_(self._scalars["stop"].sum())
+        stop_requests = self._tensor.all_reduce_sum_(self._scalars["stop"].sum().long())
         return StepResult(range(step, step + 1), loss, grad_norm, stop_requests)
 
 
