@@ -211,10 +211,11 @@ def _evaluate_split(folder: Path, batch_size: int) -> SetResult | None:
 
 @pytest.mark.slow
 def test_neither_ranks_nor_batch_size_change_an_answer(sudoku_folder):
-    alone = in_float64(_evaluate_split, sudoku_folder, 300)
-    shared = run_ranks(in_float64, 2, _evaluate_split, sudoku_folder, 24)[0]
-    assert np.array_equal(shared.outputs["preds"], alone.outputs["preds"])
-    assert shared.metrics == pytest.approx(alone.metrics, rel=1e-9)
+    results = [in_float64(_evaluate_split, sudoku_folder, size) for size in (16, 300)]
+    results.append(run_ranks(in_float64, 2, _evaluate_split, sudoku_folder, 24)[0])
+    for each in results[1:]:
+        assert np.array_equal(each.outputs["preds"], results[0].outputs["preds"])
+        assert each.metrics == pytest.approx(results[0].metrics, rel=1e-9)
 
 
 def test_stablemax_has_finite_gradients_and_the_bits_of_before():

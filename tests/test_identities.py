@@ -205,8 +205,8 @@ def test_an_evaluation_of_other_data_uses_the_rows_of_the_known_tasks(folder):
         assert np.allclose(ours, theirs, atol=1e-6)
 
     words = ("checkpoint=run", "data_path=data/others", "device=cpu")
-    finished = run_program("evaluate", *words, folder=folder)
-    assert finished.statuses != [0]
+    finished = run_program("evaluate", *words, folder=folder, world_size=2)
+    assert finished.statuses != [0, 0]
     assert "48 with the name of another task" in finished.stderr
 
     checkpoint, data = find_checkpoint(folder / "run"), _open(folder, "shifted")

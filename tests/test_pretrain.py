@@ -224,8 +224,9 @@ def test_a_run_that_does_not_get_better_ends_early(tmp_path, sudoku_folder):
     run = tmp_path / "run"
     assert json.loads((run / "status").read_text()) == {"status": "finished", "step": 24}
     assert [path.name for path in run.glob("step_24")] == ["step_24"]
-    assert "nothing to do" in complete_program("pretrain", *words, folder=tmp_path).stdout
-    more = complete_program("pretrain", *words, "stop_patience=3", folder=tmp_path)
+    again = complete_program("pretrain", *words, folder=tmp_path, world_size=2)
+    assert "nothing to do" in again.stdout
+    more = complete_program("pretrain", *words, "stop_patience=3", folder=tmp_path, world_size=2)
     assert "done: run is at training step 32 of 32" in more.stdout
 
 

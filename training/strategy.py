@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
-from distributed.collectives import Ranks
+from distributed.collectives import ALONE, Ranks
 from distributed.shards import Tensors, shard_of_own
 from distributed.sync import GradientSync, build_gradient_sync
 from optimizers.puzzle_table import PuzzleTable
@@ -52,6 +52,7 @@ class Strategy:
         table: Puzzle embeddings of this rank.
         batch_size: Number by which the loss is divided: the global batch size. With local steps, this rank's
             part of it.
+        tensor: Ranks that process the same puzzles (tensor parallelism).
 
     Attributes:
         model: Module to call in the forward pass: the model, or the DistributedDataParallel that wraps it.
@@ -59,9 +60,16 @@ class Strategy:
     """
 
     def __init__(
-        self, syncs: Sequence[GradientSync], weights: Weights, table: PuzzleTable, *, batch_size: int
+        self,
+        syncs: Sequence[GradientSync],
+        weights: Weights,
+        table: PuzzleTable,
+        *,
+        batch_size: int,
+        tensor: Ranks = ALONE,
     ):
         self._syncs, self._weights, self._table = syncs, weights, table
+        self._tensor = tensor
         self._ranks = syncs[0].flat.ranks
         self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
@@ -134,23 +142,7 @@ class Strategy:
 
 
 class EveryStep(Strategy):
-    """Sums gradients over ranks in every step. Each rank then updates all weights, or its shard of them.
-
-    tensor: Ranks that process the same puzzles (tensor parallelism). They also sum the stop requests, because
-    their sums of gradients are separate.
-    """
-
-    def __init__(
-        self,
-        syncs: Sequence[GradientSync],
-        weights: Weights,
-        table: PuzzleTable,
-        *,
-        batch_size: int,
-        tensor: Ranks,
-    ):
-        super().__init__(syncs, weights, table, batch_size=batch_size)
-        self._tensor = tensor
+    """Sums gradients over ranks in every step. Each rank then updates all weights, or its shard of them."""
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
         if divisors:
@@ -167,6 +159,7 @@ class EveryStep(Strategy):
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         self._weights.gather_()
         loss = self._scalars["loss"].sum() / self._batch_size
+        # Tensor-parallel ranks sum their gradients separately, so they must also exchange the stop requests.
         stop_requests = self._tensor.all_reduce_sum_(self._scalars["stop"].sum().long())
         return StepResult(range(step, step + 1), loss, grad_norm, stop_requests)
 
