@@ -9,7 +9,7 @@ From Python, in new processes:
     result = pretrain.run(["experiment=demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
-The result has metrics of each test set, by its name. Most datasets have one test set, named "all".
+`result.metrics` is {name of a test set: its metrics}. Most datasets have one test set, named "all".
 
 A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
 run_name, a launch continues from the newest checkpoint of the run.
@@ -72,33 +72,30 @@ def train(program: Program[PretrainConfig]) -> int:
     # and which settings each step has, such as the learning rate.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    # Build the state of step 0: weights, optimizer state, and slots (positions of the batch) without puzzles.
-    # They get puzzles in the first training step.
+    # Build the state of step 0: weights, optimizer state, and empty slots (positions of the batch). The first
+    # training step puts puzzles into the slots.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Load the checkpoint that the key `resume` selects, by default the newest one of the run. If the run has
-    # no checkpoint yet, load the weights of the checkpoint in the key `init_from`, if it is set.
+    # Load the newest checkpoint of the run, or another one (`resume`). If the run has no checkpoint and
+    # `init_from` is set, load only weights.
     checkpoints = open_checkpoints(config, data)
     with program.watchdog.paused():  # The watchdog ends a run that hangs, but loading may take long.
-        # `is_logged`: False if the row of the loaded step must still be added to metrics.jsonl, the log of
-        # the run. True at step 0, because it needs no row.
+        # `is_logged`: whether metrics.jsonl, the log of the run, has a row for the loaded step. An earlier
+        # launch that was killed during an evaluation did not log the row. Step 0 counts as logged.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Warn if test puzzles are among the puzzles of this training, or among those that the loaded weights were
-    # trained on.
+    # Warn if a test puzzle is a training puzzle of this run or of the model that was loaded.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # There is nothing to do if an earlier launch finished the run: it reached the last step, or it ended
-    # early because the model had stopped improving. But if metrics.jsonl lacks the last row, `run_steps` adds
-    # it. Example: The earlier launch was killed during the last evaluation.
-    is_evaluated = is_logged and schedule.is_evaluation(state.step)
-    ends_early = is_evaluated and checkpoints.best.ends_early(config.stop_patience)
-    is_last = is_logged and state.step >= schedule.end_step
-    if ends_early or is_last:
-        status = "finished" if ends_early else schedule.status(state.step)
-        write_status(folder, status, step=state.step)
-        log.info(f"nothing to do: {schedule.describe(state.step)}")
-        return 0
+    # If an earlier launch finished the run and logged its last row, there is nothing to do. If only the row
+    # is missing, `run_steps` logs it and runs no training step.
+    if is_logged:
+        ends_early = schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
+        if ends_early or state.step >= schedule.end_step:
+            status = "finished" if ends_early else schedule.status(state.step)
+            write_status(folder, status, step=state.step)
+            log.info(f"nothing to do: {schedule.describe(state.step)}")
+            return 0
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
@@ -109,7 +106,7 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    return end_torchrun()  # the exit status. On a fixed number of several machines, it also stops torchrun
+    return end_torchrun()
 
 
 def run_steps(
@@ -124,17 +121,16 @@ def run_steps(
 
     Between steps, logs metrics, evaluates and saves checkpoints.
 
-    is_logged: Whether metrics.jsonl contains the row of the current step. If False, it is added before the
-    next training step.
-
     Returns whether a signal such as Ctrl-C stopped the run.
+
+    is_logged: Whether metrics.jsonl has the row of the current step. If False, this function logs it first.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over the batches of this rank.
     # - checkpoints: Saves checkpoints in the background. The end of the block waits for the last one.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
-    # - interruption: Catches signals such as Ctrl-C. `is_requested()`: this rank has got a signal.
-    #   `is_agreed()`: a rank has got a signal, and all ranks know it. Then all stop after the same step.
+    # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
+    #   one. `is_agreed()` returns whether all ranks know that some rank has received one.
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -148,7 +144,7 @@ def run_steps(
         Interruption(program.watchdog.is_paused) as interruption,
     ):
         # Evaluate one batch of each test set, so that an error in the evaluation appears before the training.
-        # `checkpoints.best` remembers the best metric. `check` warns if the results lack this metric.
+        # `check` warns if the results lack the metric that selects the best checkpoint (`keep_best`).
         if config.sanity_check and state.step == 0:
             with monitor.paused():
                 results = evaluate(config, state, data, only_first_batches=True)
@@ -173,8 +169,8 @@ def run_steps(
                     with monitor.paused("evaluating"):
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        # A signal interrupted the evaluation. The next launch evaluates again, and logs this
-                        # row. `save` below the loop stores the training metrics of the row.
+                        # A signal interrupted the evaluation. The next launch evaluates again and logs the
+                        # row. The checkpoint of this step contains its training metrics.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -201,25 +197,22 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. `stop_requests`
-            # is positive if a rank has got a signal. With local_steps > 1, it is None between merges. If it
-            # is positive, `is_agreed()` becomes True: at once, or on CUDA with the next number.
+            # is positive on all ranks if one has received a signal. Then `is_agreed()` becomes True, on CUDA
+            # one training step later.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
-            # Some tensors must be equal on several ranks, such as the weights. End the run with an error if
-            # they differ.
+            # Some tensors must be equal on several ranks, such as weights. If they differ, this is an error.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     state.check_replicas()
 
-        # Save the last step, if it is not saved yet. `close` waits until the files are written. The end of
-        # the `with` block would wait too, but there the watchdog is not paused.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
-            checkpoints.save(state)
-            checkpoints.close()
+            checkpoints.save(state)  # does nothing if this step is saved
+            checkpoints.close()  # waits until the files are written
             if not checkpoints.last_save_failed:
-                # If the last step of the run has no row because of a signal, the status is "stopped".
+                # If the run reached its last step, but did not log its row, the status is "stopped".
                 lacks_row = monitor.is_row_due(state.step)
                 status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
                 write_status(folder, status, step=state.step)

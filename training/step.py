@@ -1,95 +1,79 @@
-"""One training step: each slot makes one thinking step on its puzzle, then the weights change once.
+"""One training step: every slot does one thinking step on its puzzle, then the weights are updated.
 
-A thinking step is one forward pass of the network. It reads a puzzle and a state, and returns a new state and
-an answer. The models think about a puzzle in several thinking steps, but a training step contains only one.
+A thinking step is one forward pass of the network, from a puzzle and a latent state to an answer and a new
+latent state. A slot is one position of the global batch. The ranks divide the slots among themselves. A slot
+keeps its puzzle for several training steps, until the slot halts (models/halting.py). Then it takes a new
+puzzle. `state.carry` contains the puzzles and latent states of this rank's slots. They are detached, so no
+gradient flows into an earlier training step.
 
-A slot is one position of the global batch. The ranks divide the slots among themselves. A slot keeps its
-puzzle and its state from one training step to the next, until the puzzle halts: the thinking about it is
-over. Then the slot gets a new puzzle. Between training steps, `state.carry` contains the puzzles and states
-of this rank's slots. The states are detached, so no gradient flows into an earlier training step.
+A puzzle embedding is a learned vector of a puzzle identifier. Some models have none. All other weights are
+called dense weights.
 
-`train_step` does the following. The comments in the code have the same numbers. "Dense weights" are all
-weights except the puzzle embeddings. A puzzle embedding is a learned vector of a puzzle identifier. Several
-puzzles may share an identifier.
+`train_step` has ten parts. The comments in the code have the same numbers.
 
-1. Draw random numbers on the host. Example: exploration. A few slots get a random number m. In this training
-   step, such a slot does not halt if its puzzle has had fewer than m thinking steps.
-2. The data offer one new puzzle to each slot. A slot that has halted takes its new puzzle, with an initial
-   state. The other slots go on with their old puzzles, and their new puzzles are not used.
-3. Determine the divisors of the loss: numbers by which its terms are divided. For most models, there is only
-   one: the number of slots of the global batch, which is constant.
-4. Zero the gradients. Run the micro-batches: thinking step, decision which slots halt (models/halting.py),
-   loss, and backward pass. The gradients of the micro-batches add up.
-5. Store the new puzzles and states.
-6. Sum the gradients over ranks. Two more numbers are summed with them: the loss, and the number of ranks that
-   a signal has asked to stop.
-7. Clip the gradients of the dense weights (`grad_clip_norm`). Update the dense weights with the optimizer.
-   With sign SGD and weight decay, update the puzzle embeddings that any rank used in this step. Before an
-   embedding changes, its moving average catches up with all steps since the last change (`ema`).
-8. If the blocks of the network compute in bfloat16, copy the new float32 weights to their bfloat16 weights.
-9. Update the moving averages of the dense weights (`ema`).
+ 1. Draw random numbers for each slot on the host, if the model needs some.
+ 2. Each halted slot takes a new puzzle with an initial latent state. The data offer one puzzle to every slot.
+    Slots that have not halted ignore it.
+ 3. Fetch the slots' puzzle embeddings if they are on other ranks. Determine the divisors of the loss. Most
+    models divide it only by the number of slots of the global batch.
+ 4. Zero the gradients. For each micro-batch, run the thinking step, decide which slots halt, compute the
+    loss, and run the backward pass.
+ 5. Store the puzzles and latent states in `state.carry`.
+ 6. Sum over ranks: the gradients, the loss, and the number of ranks that have received a stop signal.
+ 7. Clip the gradients of the dense weights if `grad_clip_norm` is set. Update the dense weights with the
+    optimizer. Update the puzzle embeddings that any slot of the batch uses, with sign SGD.
+ 8. Pass the updated weights to the forward pass. If the blocks compute in bfloat16, this copies them to
+    bfloat16 weights.
+ 9. If `ema` is set, update the moving averages of the dense weights. The average of a puzzle embedding is
+    updated later, before the embedding changes again (optimizers/puzzle_table_average.py).
 10. Add the metrics of this rank to the sums for the next log row.
 
-With one process, nothing is sent. A loss that is not finite does not stop the step. `Monitor` in
-training/monitor.py finds it after the step, on a GPU some steps later, and ends the run.
+The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this later.
 
-The following config keys change a step.
+The following config keys change these parts. `PretrainConfig.mistakes` in config/schema.py and `check_layout`
+in training/layout.py refuse keys that cannot be combined.
 
-How gradients are summed
-- sync=flat: The last backward pass of step 4 sends the gradients of the dense weights, with the two numbers
-  of step 6. Step 6 waits for the sums. Then it sends the gradients of the puzzle embeddings.
+How gradients are summed (distributed/sync.py, training/strategy.py)
+- sync=flat: The last backward pass in part 4 already sends the gradients of the dense weights. With
+  pipelines, tensor parallelism or train_only, it cannot, and part 6 sends them.
 - sync=ddp: torch's DistributedDataParallel sums the gradients of the dense weights in the last backward pass.
-  Step 6 sends the gradients of the puzzle embeddings, and the two numbers. There are no bfloat16 copies.
-- sync=auto: On the CPUs of one Linux node, step 6 adds the gradients of the dense weights and the two numbers
-  in shared memory (`SharedMemorySync` in distributed/sync.py). The optimizer state is then sharded, unless
-  data_parallel_shard_degree=1. In all other cases, sync=auto is sync=flat. On such CPUs, these are:
-  sync_dtype=bfloat16, local_steps > 1, train_only, a pipeline, tensor parallelism, and a shard degree that is
-  neither 1 nor the number of ranks.
-- sync_dtype=bfloat16: The gradients of the dense weights and the two numbers are sent in bfloat16.
-- local_steps > 1: Each rank trains alone. Step 3 divides the loss by the number of this rank's slots. Step 6
-  sums nothing. Step 7 updates only the puzzle embeddings that this rank used. After every `local_steps`
-  training steps, and after the last one, step 8 merges the weights of the ranks. Each dense weight becomes
-  its mean over ranks (`outer_lr` and `outer_momentum` change this). Each puzzle embedding becomes its mean
-  over the ranks that changed it. The optimizer states are not merged. The loss, the gradient norm and the
-  stop requests of all steps since the last merge are summed only then (`LocalSteps` in training/strategy.py).
+  The dense weights have no bfloat16 copies.
+- sync=auto: If the ranks are CPU processes of one Linux node, part 6 sums the gradients of the dense weights
+  in shared memory. The optimizer state is then sharded by default. If a rank has a GPU, or shared memory
+  cannot be used, this is sync=flat.
+- sync_dtype=bfloat16: Values are sent in bfloat16.
+- local_steps=n > 1: Each rank trains alone. Parts 3 and 6 sum nothing. After every n training steps, and
+  after the last one, part 8 gives all ranks common weights, by default the mean of their weights
+  (`LocalSteps`). It then also sums the loss and the stop signals of these training steps. In all other
+  training steps, part 9 does nothing.
 
 How weights are distributed
-- data_parallel_shard_degree: The optimizer state is sharded (ZeRO-1). In step 7, each rank updates its shard
-  of the weights. In bfloat16, or with a pipeline or tensor parallelism, only the weights of the blocks are
-  sharded. Every rank then updates all other weights. Step 8 all-gathers the new weights
-  (distributed/flat.py).
-- pipeline_parallel_degree: The blocks are divided among the ranks of a pipeline. Each rank has all other
-  weights too, and computes the embedding, the answer and the loss of its own slots. In step 4, the
-  activations of its slots pass through the blocks of all ranks of the pipeline (distributed/pipeline.py). The
-  backward pass sends no gradients of weights. Step 6 sends all of them, and the two numbers. Step 7 computes
-  the gradient norm of the complete model. For this, it sums the squared norms of the blocks over the ranks.
-- tensor_parallel_degree: The ranks of a group have the same slots. Each of them has a part of every matrix in
-  the blocks, and step 4 sums activations and their gradients over the group. Step 6 sends all gradients of
-  weights, and the two numbers. Step 7 computes the gradient norm of the complete model, and with Muon gathers
-  matrices. Step 8 sums the stop requests over the group (distributed/tensor.py).
-- puzzle_emb_sharding=rows: Each puzzle embedding is on one rank only, its owner. Step 3 fetches embeddings
-  from their owners, and step 6 sends the gradients to the owners (optimizers/puzzle_table.py).
+- data_parallel_shard_degree: Each rank has the optimizer state of some weights, and updates these weights in
+  part 7. Part 8 gathers all weights (distributed/flat.py).
+- pipeline_parallel_degree: Each rank has some of the blocks. In part 4, the activations of a slot pass
+  through the ranks of a pipeline (distributed/pipeline.py). Part 6 sums the gradients of a block over the
+  ranks that have it.
+- tensor_parallel_degree: The ranks of a group have the same slots, and each rank has a part of each matrix of
+  the blocks. Part 4 sums activations over the group (distributed/tensor.py). Part 6 sums over the ranks that
+  have the same part, so part 8 also sums the stop signals over the group.
+- puzzle_emb_sharding=rows: Each puzzle embedding is on one rank (of each tensor-parallel group). Part 6 sends
+  its gradient to this rank, and part 7 updates it there (optimizers/puzzle_table.py).
 
 What is computed
-- train_only=puzzle_embeddings: The dense weights have no gradient, and do not change. Step 6 sends the two
-  numbers.
-- arch.no_ACT_continue=false (HRM): The network also predicts q_continue, how good one more thinking step
-  would be. The target is computed from the output of the slot's next thinking step. With arch.q_target=exact,
-  step 4 runs one more thinking step for all slots, without gradient, to get this output. With "deferred", it
-  does so only for slots that halt. A slot that goes on makes its next thinking step in the next training step
-  anyway. The loss of that training step then contains the q_continue loss of this one (models/objective.py).
-- arch=ldt: A slot may hold several puzzles, called boards (`boards_per_slot`). In each training step, it
-  works on one of them, chosen at random. Step 3 also counts two further divisors, and sums them over ranks.
-- gradient_accumulation_steps: Number of micro-batches in step 4. Only the last backward pass may send
-  gradients.
-- curriculum: The run has stages, which may have their own data and numbers of cycles in a thinking step
-  (training/schedule.py).
-- torchrun --nnodes MIN:MAX (elastic): The number of ranks may change when the run restarts. If this number
-  does not divide the number of slots, some ranks have fewer slots and micro-batches. A rank without slots
-  runs one empty micro-batch.
-
-`PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse keys that cannot
-be combined.
+- train_only=puzzle_embeddings: The dense weights have no gradients, and do not change.
+- arch.no_ACT_continue=false: The network also predicts q_continue, the value of one more thinking step. The
+  target comes from the next thinking step of the slot. With arch.q_target=exact, part 4 runs it for all slots
+  without gradient, and discards its latent state. With "deferred", part 4 runs it only for slots that halt.
+  The other slots do it in the next training step, whose loss then contains their q_continue loss
+  (models/objective.py).
+- arch=ldt: A slot has `boards_per_slot` puzzles, called boards. If there are several, part 2 picks one of
+  them at random, and the other parts use only this board. Part 3 counts two more divisors, and sums them
+  over ranks (models/ldt.py).
+- gradient_accumulation_steps: Part 4 divides this rank's slots into this number of micro-batches. Only the
+  last one sends gradients.
+- curriculum: Data and settings of the thinking step change during the run (training/schedule.py).
+- torchrun --nnodes MIN:MAX (elastic): Ranks may have unequal numbers of slots. A rank without slots runs one
+  empty micro-batch, because the other ranks wait for its messages.
 """
 
 from collections.abc import Callable
@@ -130,10 +114,8 @@ def train_step(
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
     Returns:
-        The loss, the gradient norm before clipping, and the number of ranks that a signal has asked to stop.
-        They are equal on all ranks. With local_steps > 1, they are None, except in a step that merges the
-        weights. The loss and the norm are then means over ranks and over the steps since the last merge. The
-        last number is positive if a rank got a signal in these steps.
+        The loss, the gradient norm before clipping, and the number of ranks that have received a stop
+        signal. They are equal on all ranks. See `StepResult` for local_steps > 1.
     """
     state.step += 1
     network = state.model.network
@@ -141,23 +123,22 @@ def train_step(
         reasoning = state.model.reasoning
     # 1. Random numbers.
     rng = sample_rng(state, config, reasoning)
-    # 2. New puzzles. If slots hold several boards (arch=ldt), `picked` selects one of each slot. Otherwise,
-    # it is None. `active` contains the puzzle and the state of every slot for this thinking step.
+    # 2. New puzzles. `picked` contains the index of the picked board of each slot. It is None if slots have
+    # only one. `active` contains the puzzle and the latent state of each slot for this thinking step.
     picked = network.pick_boards(rng)
     active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
-    # 3. Divisors of the loss. Before that, the table of puzzle embeddings fetches those that are on other
-    # ranks, if there are any.
+    # 3. Puzzle embeddings of other ranks, then divisors of the loss.
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
-        divisors = state.strategy.sum_divisors(local_divisors)  # also has "slots": the number of slots
+        divisors = state.strategy.sum_divisors(local_divisors)  # adds "slots", the number of slots
     # 4. Forward and backward passes.
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
-    # 5. Store the new puzzles and states.
+    # 5. Store puzzles and latent states, with several boards only those of the picked board.
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. They are summed over ranks for a log row. The division makes grad_norm a mean.
+    # 10. Metrics. A log row has their sum over ranks. The norm is divided, so that the row has its mean.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -182,12 +163,12 @@ def forward_and_backward(
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
-    # A rank without slots has one empty micro-batch, because the other ranks wait for its messages.
+    # A rank without slots has one empty micro-batch.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
-    # Numbers to sum over ranks with the gradients. With sync=flat, the last backward pass sends them, so
-    # they are added before it.
+    # Numbers that part 6 sums over ranks. They are added before the last backward pass, because it may
+    # already send them.
     scalars = state.weights.scalars
     carries: list[Carry] = []
     sums: Sums = {}
@@ -199,7 +180,8 @@ def forward_and_backward(
         with strategy.micro_batch(is_last=is_last):  # only the last backward pass may send gradients
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
-            # `loss` is a sum over slots. It is divided by the number of slots for the backward pass.
+            # `loss` is a sum over the slots of the micro-batch, and is divided by the number of slots of the
+            # batch. `losses` uses the other divisors.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
@@ -229,12 +211,11 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # 8. Make the forward pass read the new weights. With local_steps > 1, this first merges the weights of
-    # the ranks, if a merge is due after this step.
+    # 8. Pass the weights to the forward pass. With local_steps > 1, first make them common, if this is due.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it is empty, except after
-    # a merge. Then it contains all steps since the previous merge, and the weights are added once for each.
+    # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it contains all steps
+    # since the ranks last had common weights, or none if part 8 did not make them common.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 
@@ -242,7 +223,7 @@ def update(
 def sample_rng(state: TrainState, config: PretrainConfig, reasoning: Reasoning) -> SlotRng:
     """Returns the random numbers of one training step for this rank's slots.
 
-    They depend on the seed, the step and the slot, but not on the number of ranks.
+    They do not depend on the number of ranks.
     """
     # The host draws some numbers for the global batch, and this rank copies those of its slots to the device.
     # All others, such as noise, are drawn on the device when they are needed.
