@@ -76,14 +76,15 @@ def train(program: Program[PretrainConfig]) -> int:
     # training step puts puzzles into the slots.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Load the newest checkpoint of the run, or another one (`resume`). If the run has no checkpoint and
-    # `init_from` is set, load only weights.
+    # Load the newest checkpoint of the run, or the one that the config key `resume` names. If the run has no
+    # checkpoint, load the weights of the model that the key `init_from` names, if it is set.
     checkpoints = open_checkpoints(config, data)
     with program.watchdog.paused():  # The watchdog ends a run that hangs, but loading may take long.
-        # `is_logged`: whether metrics.jsonl, the log of the run, has a row for the loaded step. An earlier
-        # launch that was killed during an evaluation did not log the row. Step 0 counts as logged.
+        # `is_logged`: whether metrics.jsonl, the log of the run, has a row for the loaded step. It has none
+        # if the earlier launch was killed between the checkpoint and the row. Step 0 counts as logged.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Warn if a test puzzle is a training puzzle of this run or of the model that was loaded.
+    # Warn if test puzzles are among the training puzzles of this run or of the checkpoint that it started
+    # from.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
@@ -130,7 +131,7 @@ def run_steps(
     # - checkpoints: Saves checkpoints in the background. The end of the block waits for the last one.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
-    #   one. `is_agreed()` returns whether all ranks know that some rank has received one.
+    #   one. `is_agreed()` returns on all ranks whether any rank has received one, so that they stop together.
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -197,8 +198,8 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. `stop_requests`
-            # is positive on all ranks if one has received a signal. Then `is_agreed()` becomes True, on CUDA
-            # one training step later.
+            # is the number of ranks that have received a signal. If it is positive, `is_agreed()` becomes
+            # True, on CUDA one training step later.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 

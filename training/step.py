@@ -3,8 +3,8 @@
 A thinking step is one forward pass of the network, from a puzzle and a latent state to an answer and a new
 latent state. A slot is one position of the global batch. The ranks divide the slots among themselves. A slot
 keeps its puzzle for several training steps, until the slot halts (models/halting.py). Then it takes a new
-puzzle. `state.carry` contains the puzzles and latent states of this rank's slots. They are detached, so no
-gradient flows into an earlier training step.
+puzzle. `state.carry` contains the puzzles and latent states of this rank's slots. The latent states are
+detached, so no gradient flows into an earlier training step.
 
 A puzzle embedding is a learned vector of a puzzle identifier. Some models have none. All other weights are
 called dense weights.
@@ -34,43 +34,43 @@ The following config keys change these parts. `PretrainConfig.mistakes` in confi
 in training/layout.py refuse keys that cannot be combined.
 
 How gradients are summed (distributed/sync.py, training/strategy.py)
-- sync=flat: The last backward pass in part 4 already sends the gradients of the dense weights. With
-  pipelines, tensor parallelism or train_only, it cannot, and part 6 sends them.
+- sync=flat: The last backward pass in part 4 already sends the gradients of the dense weights. With pipelines
+  or tensor parallelism, part 6 sends them.
 - sync=ddp: torch's DistributedDataParallel sums the gradients of the dense weights in the last backward pass.
   The dense weights have no bfloat16 copies.
 - sync=auto: If the ranks are CPU processes of one Linux node, part 6 sums the gradients of the dense weights
-  in shared memory. The optimizer state is then sharded by default. If a rank has a GPU, or shared memory
-  cannot be used, this is sync=flat.
+  in shared memory. The optimizer state is then sharded by default. With a GPU, several nodes, pipelines,
+  tensor parallelism, train_only, local_steps > 1 or sync_dtype=bfloat16, this is sync=flat.
 - sync_dtype=bfloat16: Values are sent in bfloat16.
-- local_steps=n > 1: Each rank trains alone. Parts 3 and 6 sum nothing. After every n training steps, and
-  after the last one, part 8 gives all ranks common weights, by default the mean of their weights
-  (`LocalSteps`). It then also sums the loss and the stop signals of these training steps. In all other
-  training steps, part 9 does nothing.
+- local_steps=n > 1: Each rank trains alone, as if its slots were the global batch. Parts 3, 4 and 6 sum
+  nothing over ranks. Part 8 of every n-th training step, and of the last one of the run, gives all ranks
+  common weights, by default the mean of their weights (`LocalSteps`). It also sums the loss, the gradient
+  norm and the stop signals of the n training steps. Only then, part 9 updates the averages.
 
 How weights are distributed
 - data_parallel_shard_degree: Each rank has the optimizer state of some weights, and updates these weights in
-  part 7. Part 8 gathers all weights (distributed/flat.py).
+  part 7. Part 8 gathers the updated weights (distributed/flat.py).
 - pipeline_parallel_degree: Each rank has some of the blocks. In part 4, the activations of a slot pass
   through the ranks of a pipeline (distributed/pipeline.py). Part 6 sums the gradients of a block over the
   ranks that have it.
 - tensor_parallel_degree: The ranks of a group have the same slots, and each rank has a part of each matrix of
-  the blocks. Part 4 sums activations over the group (distributed/tensor.py). Part 6 sums over the ranks that
-  have the same part, so part 8 also sums the stop signals over the group.
-- puzzle_emb_sharding=rows: Each puzzle embedding is on one rank (of each tensor-parallel group). Part 6 sends
-  its gradient to this rank, and part 7 updates it there (optimizers/puzzle_table.py).
+  the blocks. Part 4 sums activations over the group (distributed/tensor.py). Part 6 never sums over the ranks
+  of one group, so part 8 sums the stop signals over the group.
+- puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, or on all ranks of one tensor-parallel
+  group. Part 6 sends its gradient there, and part 7 updates it there (optimizers/puzzle_table.py).
 
 What is computed
 - train_only=puzzle_embeddings: The dense weights have no gradients, and do not change.
-- arch.no_ACT_continue=false: The network also predicts q_continue, the value of one more thinking step. The
-  target comes from the next thinking step of the slot. With arch.q_target=exact, part 4 runs it for all slots
-  without gradient, and discards its latent state. With "deferred", part 4 runs it only for slots that halt.
-  The other slots do it in the next training step, whose loss then contains their q_continue loss
-  (models/objective.py).
-- arch=ldt: A slot has `boards_per_slot` puzzles, called boards. If there are several, part 2 picks one of
-  them at random, and the other parts use only this board. Part 3 counts two more divisors, and sums them
-  over ranks (models/ldt.py).
-- gradient_accumulation_steps: Part 4 divides this rank's slots into this number of micro-batches. Only the
-  last one sends gradients.
+- arch.no_ACT_continue=false: The model also learns q_continue, the value of going on, and halts if q_halt is
+  greater. The target of q_continue comes from the next thinking step of the slot. With arch.q_target=exact,
+  part 4 runs this thinking step for all slots without gradient, and discards its latent state. With
+  "deferred", part 4 does so only for slots that halt. For all other slots, the next training step runs this
+  thinking step anyway. Its loss then contains their q_continue loss (models/objective.py).
+- arch=ldt: A slot has `boards_per_slot` puzzles, called boards. If there are several, part 2 first picks one
+  of them at random. Only the picked board is replaced (if it has halted), trained on, and stored. Part 3
+  counts two more divisors of the loss, and sums them over ranks (models/ldt.py).
+- gradient_accumulation_steps: Part 4 divides this rank's slots into micro-batches. It sends no gradients
+  before the last one.
 - curriculum: Data and settings of the thinking step change during the run (training/schedule.py).
 - torchrun --nnodes MIN:MAX (elastic): Ranks may have unequal numbers of slots. A rank without slots runs one
   empty micro-batch, because the other ranks wait for its messages.
@@ -131,14 +131,14 @@ def train_step(
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
-        divisors = state.strategy.sum_divisors(local_divisors)  # adds "slots", the number of slots
+        divisors = state.strategy.sum_divisors(local_divisors)  # adds "slots", the slots in the batch
     # 4. Forward and backward passes.
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
     # 5. Store puzzles and latent states, with several boards only those of the picked board.
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. A log row has their sum over ranks. The norm is divided, so that the row has its mean.
+    # 10. Metrics. A log row sums them over ranks. Every rank has the same norm, so it adds only its share.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -167,8 +167,8 @@ def forward_and_backward(
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
-    # Numbers that part 6 sums over ranks. They are added before the last backward pass, because it may
-    # already send them.
+    # Numbers to sum over ranks with the gradients. They are added before the last backward pass, because it
+    # may already send them.
     scalars = state.weights.scalars
     carries: list[Carry] = []
     sums: Sums = {}
@@ -180,8 +180,8 @@ def forward_and_backward(
         with strategy.micro_batch(is_last=is_last):  # only the last backward pass may send gradients
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
-            # `loss` is a sum over the slots of the micro-batch, and is divided by the number of slots of the
-            # batch. `losses` uses the other divisors.
+            # `loss` is a sum over slots. `losses` has applied the other divisors, and `backward` below gets
+            # the loss divided by the number of slots in the batch.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
@@ -214,8 +214,8 @@ def update(
     # 8. Pass the weights to the forward pass. With local_steps > 1, first make them common, if this is due.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it contains all steps
-    # since the ranks last had common weights, or none if part 8 did not make them common.
+    # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it is empty if part 8 did
+    # not make the weights common. Otherwise, it contains all steps since part 8 last did so.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 
