@@ -83,8 +83,8 @@ def train(program: Program[PretrainConfig]) -> int:
         # `is_logged`: whether metrics.jsonl, the log of the run, has a row for the loaded step. It has none
         # if the earlier launch was killed between the checkpoint and the row. Step 0 counts as logged.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Warn if test puzzles are among the training puzzles of this run or of the checkpoint that it started
-    # from.
+    # Find test puzzles that are training puzzles of this run, or of the checkpoint that it started from. This
+    # is a warning, or an error (`leaks`).
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
@@ -124,7 +124,8 @@ def run_steps(
 
     Returns whether a signal such as Ctrl-C stopped the run.
 
-    is_logged: Whether metrics.jsonl has the row of the current step. If False, this function logs it first.
+    is_logged: Whether metrics.jsonl has the row of the current step. If False, this function first logs it if
+    it is due.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over the batches of this rank.
@@ -198,8 +199,8 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. `stop_requests`
-            # is the number of ranks that have received a signal. If it is positive, `is_agreed()` becomes
-            # True, on CUDA one training step later.
+            # is the number of ranks that have received a signal. With local_steps > 1, it is often None. If
+            # it is positive, `is_agreed()` becomes True, on CUDA when the next number is recorded.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 

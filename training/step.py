@@ -115,7 +115,7 @@ def train_step(
 
     Returns:
         The loss, the gradient norm before clipping, and the number of ranks that have received a stop
-        signal. They are equal on all ranks. See `StepResult` for local_steps > 1.
+        signal. They are equal on all ranks. With local_steps > 1, they are None in most steps.
     """
     state.step += 1
     network = state.model.network
@@ -134,7 +134,7 @@ def train_step(
         divisors = state.strategy.sum_divisors(local_divisors)  # adds "slots", the slots in the batch
     # 4. Forward and backward passes.
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
-    # 5. Store puzzles and latent states, with several boards only those of the picked board.
+    # 5. Store puzzles and latent states. If a slot has several boards, overwrite only the picked one.
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
@@ -157,7 +157,7 @@ def forward_and_backward(
     Returns (puzzles and states after the thinking step, {name: sum of a metric over this rank's slots}).
 
     active: Puzzle and state of each slot of this rank.
-    divisors: Numbers by which terms of the loss are divided, such as {"slots": 768, "cells": 5000.0}.
+    divisors: Numbers by which terms of the loss are divided, such as {"slots": 768, "digit_cells": 5000.0}.
     rng: Random numbers of this rank's slots.
     is_asked_to_stop: Returns whether a signal has asked this rank to stop.
     """

@@ -74,7 +74,7 @@ class Strategy:
         self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Returns the numbers by which the loss is divided, such as {"slots": 768, "cells": 5000.0}.
+        """Returns the numbers by which the loss is divided, such as {"slots": 768, "digit_cells": 5000.0}.
 
         "slots" is the batch size. `EveryStep` sums the other numbers over ranks. `LocalSteps` does not.
 
