@@ -17,10 +17,6 @@ from distributed.world import rank, world_size
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
-def has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """A group of ranks that includes this rank, with collectives as methods.
@@ -39,7 +35,7 @@ class Ranks:
 
     @property
     def is_distributed(self) -> bool:
-        return self.size > 1 and has_group()
+        return self.size > 1 and dist.is_initialized()
 
     def barrier(self) -> None:
         self.all_reduce_sum_(torch.zeros(1))
@@ -262,7 +258,7 @@ def broadcast_object(value: Any) -> Any:
 
     All ranks call it. The values of other ranks are ignored.
     """
-    if not has_group():
+    if not dist.is_initialized():
         return value
     values = [value]
     dist.broadcast_object_list(values, src=0)

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.collectives import has_group
 from distributed.flat import FlatParameters
 
 _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
@@ -270,8 +269,8 @@ def build_gradient_sync(
         assert (sync, sync_dtype) == ("auto", "float32")
         return SharedMemorySync(model, flat)
     if bucket_size_mb == "auto":
-        is_nccl = has_group() and flat.weights.is_cuda and dist.is_nccl_available()
+        is_nccl = dist.is_initialized() and flat.weights.is_cuda and dist.is_nccl_available()
         bucket_size_mb = _AUTO_BUCKET_MB["nccl" if is_nccl else "gloo"]
-    if sync == "ddp" and has_group():
+    if sync == "ddp" and dist.is_initialized():
         return DDPSync(model, flat, bucket_size_mb=bucket_size_mb)
     return FlatSync(model, flat, bucket_size_mb=bucket_size_mb, sync_dtype=getattr(torch, sync_dtype))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
-from distributed.collectives import AllToAllPlan, Ranks, has_group
+from distributed.collectives import AllToAllPlan, Ranks
 from distributed.shards import Tensors, rows_of_rank, shard_of_rows, slots_of
 from optimizers.average import Average
 from optimizers.puzzle_table_average import RowAverage
@@ -234,7 +234,7 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, owned: Tensor) -> Tensor:
-        if not has_group():
+        if not self.ranks.is_distributed:
             return owned
         # One broadcast for each rank needs little extra memory.
         full = owned.new_empty(self.num_rows, *owned.shape[1:])

@@ -15,10 +15,9 @@ import torch
 
 from config.schema import PretrainConfig
 from dataset.description import with_candidates
-from dataset.metadata import USUAL_SIZES, usual_metadata
+from dataset.metadata import USUAL_SIZES, Metadata, usual_metadata
 from dataset.mixture import open_datasets
 from distributed.backend import device_type
-from models import HaltingModel, build_model
 from models.blocks import block_weights
 from models.carry import Reasoning
 from models.flops import StepCounter
@@ -26,6 +25,7 @@ from optimizers.weights import SCALARS
 from training.cut import plan_of
 from training.data import build_plan, hold_out
 from training.layout import check_layout, layout_of
+from training.model import count_steps
 from training.schedule import Schedule
 
 _MB, _GB, _PETA = 10**6, 10**9, 10**15
@@ -174,12 +174,11 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     Raises ValueError if the run cannot be divided among so many processes.
     """
     check_layout(config, world_size)
-    model, seq_len, num_steps, missing = _build(config)
-    network, sizes = model.network, layout_of(config, world_size)
-    counter = StepCounter(model, seq_len=seq_len)
-    needs = Needs(config, counter, sizes)
+    metadata, num_steps, missing = _read_data(config)
+    seq_len, sizes, counter = metadata.seq_len, layout_of(config, world_size), count_steps(config, metadata)
+    model, needs = counter.model, Needs(config, counter, sizes)
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one"
-    num_weights = sum(parameter.numel() for parameter in network.parameters())
+    num_weights = sum(parameter.numel() for parameter in model.network.parameters())
     memory = needs.memory()
     memory["activations, about"] = needs.activations(model.reasoning)
     memory["together"] = sum(memory.values())
@@ -190,8 +189,9 @@ def describe(config: PretrainConfig, world_size: int) -> str:
             f"{world_size} processes ({mesh}), {needs.slots:g} slots each",
             f"{num_weights:,} weights, {seq_len} tokens a puzzle",
             *(
-                f"dataset not found: {path}. Estimates assume puzzles of {seq_len} tokens."
-                for path in missing[:1]
+                [f"dataset not found: {missing}. Estimates assume puzzles of {seq_len} tokens."]
+                if missing
+                else []
             ),
             f"\n{'GB a process':<24}",
             *(f"{part:<24}{num_bytes / _GB:10.3g}" for part, num_bytes in memory.items()),
@@ -224,20 +224,14 @@ def _describe_fit(
     yield f"estimate: about {slots:,} slots fit into a process, with {num_bytes / _GB:.3g} GB on {where}"
 
 
-def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:
-    """Builds the model of a run on the meta device, which allocates no memory.
+def _read_data(config: PretrainConfig) -> tuple[Metadata, int | None, str | None]:
+    """Returns (sizes of the dataset, number of training steps, a missing dataset folder or None).
 
-    Returns (model, number of tokens of a puzzle, number of training steps, missing dataset folders). If a
-    dataset is missing, the sizes of the puzzles are assumed, and the number of steps may be None (unknown).
+    If a dataset is missing, the sizes are assumed, and the number of steps may be None (unknown).
     """
-    missing = [path for path in config.data_paths if not Path(path).is_dir()]
-    metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps
-    if not missing:
-        data = open_datasets([Path(path) for path in config.data_paths], read_everything=False)
-        data = with_candidates(data) if config.arch.finds_candidates else data
-        metadata = data.metadata
-        num_steps = Schedule(config, build_plan(config, data, hold_out(config, data)[0])).total_steps
-    with torch.device("meta"):
-        model = build_model(config.arch, metadata)
-    model.requires_grad_(config.train_only == "all")
-    return model, metadata.seq_len, num_steps, missing
+    if missing := next((path for path in config.data_paths if not Path(path).is_dir()), None):
+        return usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps, missing
+    data = open_datasets([Path(path) for path in config.data_paths], read_everything=False)
+    data = with_candidates(data) if config.arch.finds_candidates else data
+    plan = build_plan(config, data, hold_out(config, data)[0])
+    return data.metadata, Schedule(config, plan).total_steps, None
