@@ -61,33 +61,22 @@ class Ranks:
             dist.reduce(tensor, group_dst=0, group=self.group)
         return tensor
 
-    def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
-        """Gathers integers from all ranks. All ranks call it.
-
-        Returns one list for each argument, with its values on all ranks. Example: rank 0 passes (2, 5) and
-        rank 1 passes (3, 7). Both get [[2, 3], [5, 7]].
+    def all_gather_counts(self, count: int, *, device: torch.device) -> list[int]:
+        """Returns the integers of all ranks. All ranks call it.
 
         device: Device of the tensor in which the integers are sent. The backend of the group must support it.
         """
-        if not self.is_distributed:
-            return [[count] for count in counts]
-        local_counts = torch.tensor(counts, device=device)
-        parts = [torch.empty_like(local_counts) for _ in range(self.size)]
-        dist.all_gather(parts, local_counts, group=self.group)
-        return torch.stack(parts, dim=1).tolist()
+        return self.all_gather_rows(torch.tensor([count], device=device), [1] * self.size).tolist()
 
-    def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
+    def all_gather_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Returns the rows of all ranks, concatenated in the order of ranks.
 
         All ranks call it.
 
-        rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank, if
-        every rank already knows them. If None, they are gathered by an additional message.
+        rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank.
         """
         if not self.is_distributed:
             return rows
-        if counts is None:
-            (counts,) = self.all_gather_counts(len(rows), device=rows.device)
         padded = rows
         if len(rows) < max(counts):
             padded = rows.new_zeros(max(counts), *rows.shape[1:])
@@ -202,9 +191,9 @@ class AllToAllPlan:
         self.num_rows, self._ranks = len(identifiers), ranks
         owners = identifiers % ranks.size
         self._order = owners.argsort(stable=True)
-        self._num_read = torch.bincount(owners, minlength=ranks.size).tolist()  # rows read from each owner
-        by_rank = ranks.all_gather_counts(*self._num_read, device=identifiers.device)
-        self._num_lent = by_rank[ranks.index]  # rows sent to each rank
+        num_read, ones = torch.bincount(owners, minlength=ranks.size), [1] * ranks.size
+        self._num_read = num_read.tolist()  # rows read from each owner
+        self._num_lent = ranks.all_to_all_rows(num_read, sent=ones, received=ones).tolist()  # to each rank
         numbers = identifiers[self._order] // ranks.size
         self.local_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 

@@ -80,10 +80,7 @@ class ShardBuffers:
         self.ranges, self.buffers = tuple(ranges), tuple(buffers)
 
     def at(self, part: slice) -> Tensor:
-        """Returns a view of the values at the positions `part` of the flat tensor.
-
-        part: Range of positions. It must lie within one of `ranges`.
-        """
+        """Returns a view of the values at the positions `part`, which must lie within one of `ranges`."""
         for buffer_range, buffer in zip(self.ranges, self.buffers, strict=True):
             if buffer_range.start <= part.start and part.stop <= buffer_range.stop:
                 return buffer[part.start - buffer_range.start : part.stop - buffer_range.start]
@@ -195,14 +192,9 @@ class FlatParameters:
     def _take_over(self) -> Tensors:
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
-            for master_range, master in zip(
-                self.master_weights.ranges, self.master_weights.buffers, strict=True
-            ):
-                begin, end = max(start, master_range.start), min(start + value.numel(), master_range.stop)
-                if begin < end:
-                    master[begin - master_range.start : end - master_range.start] = value.flatten()[
-                        begin - start : end - start
-                    ]
+            for part in self.updated_ranges_of([name]):
+                values = value.flatten()[part.start - start : part.stop - start]
+                self.master_weights.at(part)[: len(values)] = values
             memory = (
                 self.weights[start:] if name in self._sharded else self.master_weights.at(self._ranges[name])
             )
@@ -315,10 +307,8 @@ class FlatParameters:
     def around(self, shard: slice) -> list[slice]:
         """Returns the ranges of the flat tensor that the rank with this shard updates.
 
-        The flat tensor contains all parameters, one after the other. The result contains `shard`, and the
-        ranges of the parameters that every rank updates. The ranges are in ascending order and disjoint.
-
-        shard: Range of positions that only this rank updates.
+        The result contains `shard`, and the ranges of the parameters that every rank updates. The ranges are
+        in ascending order and disjoint.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         # Extend to multiples of 1024: the rounding of kernels depends on the position within a range.
@@ -337,10 +327,7 @@ class FlatParameters:
         return ShardBuffers(ranges, [self.message.new_zeros(part.stop - part.start) for part in ranges])
 
     def updated_ranges_of(self, names: Collection[str]) -> list[slice]:
-        """Returns the ranges of the flat tensor where this rank updates the parameters `names`.
-
-        The flat tensor contains all parameters, one after the other.
-        """
+        """Returns the ranges of the flat tensor where this rank updates the parameters `names`."""
         pairs = itertools.product(self.ranges(names), self._updated_ranges)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [part for part in common if part.start < part.stop]
@@ -401,8 +388,6 @@ class FlatParameters:
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
         """Returns the ranges of positions in the flat tensor where the parameters `names` are.
-
-        The flat tensor contains all parameters, one after the other.
 
         joins: Whether to merge adjacent ranges.
         """

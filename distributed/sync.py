@@ -69,11 +69,7 @@ class GradientSync:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager for a backward pass.
-
-        In mixed precision, it sets the `grad` of bfloat16 parameters to views of `flat.gradients`. After the
-        block, their `grad` is None again.
-        """
+        """Context manager for a backward pass (`FlatParameters.gradients_attached`)."""
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:

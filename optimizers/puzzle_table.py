@@ -217,7 +217,7 @@ class Replicated(_Table):
         # A row that some ranks have changed becomes the mean of its values on these ranks.
         weights, moved = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
-        (counts,) = self.ranks.all_gather_counts(len(moved), device=weights.device)
+        counts = self.ranks.all_gather_counts(len(moved), device=weights.device)
         identifiers, rows = self.ranks.all_gather_numbered_rows(moved, weights[moved], counts)
         distinct, sums = sum_by_identifier(identifiers, rows)
         num_movers = identifiers.unique(return_counts=True)[1]
@@ -274,7 +274,7 @@ class RowsByOwner(_Table):
     def fetch(self, identifiers: Tensor) -> None:
         distinct, weights = torch.unique(identifiers.long()), self.embedding.weights
         rows = weights.new_empty(len(distinct), weights.shape[1])
-        (counts,) = self.ranks.all_gather_counts(len(distinct), device=weights.device)
+        counts = self.ranks.all_gather_counts(len(distinct), device=weights.device)
         for begin in range(0, max(counts), _PIECE):  # several messages keep the extra memory small
             piece = slice(begin, begin + _PIECE)
             rows[piece] = AllToAllPlan(distinct[piece], self.ranks).fetch(weights)

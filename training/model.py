@@ -8,12 +8,12 @@ from distributed.collectives import all_ranks
 from distributed.errors import collective_errors
 from distributed.mesh import Mesh
 from distributed.pipeline import Ring, pipe_levels
-from distributed.tensor import Cut
+from distributed.tensor import Cut, cut_tensors
 from models import HaltingModel, build_model, recompute_blocks
 from models.blocks import block_weights, levels_of
 from models.flops import StepCounter
 from models.puzzle_embedding import PuzzleEmbedding
-from training.cut import cut
+from training.cut import plan_of
 
 
 def build_local_model(
@@ -32,7 +32,9 @@ def build_local_model(
         torch.manual_seed(config.seed)
         model = build_model(config.arch, metadata)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.network.named_parameters()}
-        cuts = cut(model.network, mesh)
+        if mesh.pipeline.size > 1:
+            pipe_levels(levels_of(model.network).values(), Ring(mesh.pipeline, mesh.owners))
+        cuts = cut_tensors(model.network, mesh.tensor, plan_of) if mesh.tensor.size > 1 else {}
         model = model.to(device)
         if config.train_only == "puzzle_embeddings":
             model.requires_grad_(False)
@@ -49,8 +51,6 @@ def build_local_model(
     )
     for name in sorted(blocks):  # one at a time, because `broadcast_` copies all its tensors
         mesh.replicas.broadcast_([named[name]])
-    if mesh.pipeline.size > 1:
-        pipe_levels(levels_of(network).values(), Ring(mesh.pipeline, mesh.owners))
     return model, shapes, cuts
 
 
