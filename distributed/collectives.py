@@ -62,7 +62,7 @@ class Ranks:
         return tensor
 
     def all_gather_counts(self, count: int, *, device: torch.device) -> list[int]:
-        """Returns the integers of all ranks. All ranks call it.
+        """Returns the integers of all ranks.
 
         device: Device of the tensor in which the integers are sent. The backend of the group must support it.
         """
@@ -70,8 +70,6 @@ class Ranks:
 
     def all_gather_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Returns the rows of all ranks, concatenated in the order of ranks.
-
-        All ranks call it.
 
         rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank.
         """
@@ -88,7 +86,7 @@ class Ranks:
     def all_gather_numbered_rows(
         self, numbers: Tensor, rows: Tensor, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Gathers rows and one integer for each row from all ranks. All ranks call it.
+        """Gathers rows and one integer for each row from all ranks.
 
         Returns (numbers, rows), concatenated in the order of ranks.
 
@@ -103,11 +101,10 @@ class Ranks:
         return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
 
     def all_to_all_rows(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        """Sends some rows to each rank.
+        """Sends some rows to each rank. Returns the rows that this rank received.
 
-        Returns the rows that this rank received. All ranks call it. The first sent[0] rows go to rank 0, the
-        next sent[1] rows to rank 1, and so on. The received rows are in the order of the ranks that sent
-        them.
+        The first sent[0] rows go to rank 0, the next sent[1] rows to rank 1, and so on. The received rows are
+        in the order of the ranks that sent them.
 
         rows: Tensor [n, ...]. sent: Number of rows for each rank. received: Number of rows from each rank.
         """
@@ -125,9 +122,7 @@ class Ranks:
         return gathered
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
-        """Sends one tensor to each rank.
-
-        Returns the tensor that this rank received. All ranks call it.
+        """Sends one tensor to each rank. Returns the tensor that this rank received.
 
         tensors: On rank `source` of the group, one tensor for each rank. On other ranks, None. like: Any
         tensor with the shape and dtype of the result.
@@ -141,9 +136,9 @@ class Ranks:
     def all_gather_ranges_(self, full: Tensor, ranges: Sequence[slice]) -> None:
         """Fills the tensor `full` on all ranks, from ranges of it that the ranks hold.
 
-        Rank r sends `full[ranges[r]]` to the others. All ranks call it. If the ranges have equal length and
-        cover the start of the tensor without gaps, one collective is called. The last ranges may then be
-        shorter or empty. Otherwise, there is one broadcast for each range that is not empty.
+        Rank r sends `full[ranges[r]]` to the others. If the ranges have equal length and cover the start of
+        the tensor without gaps, one collective is called. The last ranges may then be shorter or empty.
+        Otherwise, there is one broadcast for each range that is not empty.
 
         full: Tensor [n] to fill in place. ranges: One range for each rank, disjoint. All ranks pass the same
         ranges.
@@ -200,8 +195,6 @@ class AllToAllPlan:
     def fetch(self, owned_rows: Tensor) -> Tensor:
         """Returns the table rows that this rank needs, [n, ...], in the order of `identifiers`.
 
-        All ranks call it.
-
         owned_rows: The part of the table that this rank stores, [number of its rows, ...].
         """
         lent = owned_rows[self.local_rows]
@@ -211,8 +204,8 @@ class AllToAllPlan:
     def send(self, rows: Tensor) -> Tensor:
         """Sends row i of `rows` [n, ...] to the rank that stores table row `identifiers[i]`.
 
-        All ranks call it. Returns the rows that this rank received, [m, ...]. Received row j belongs to row
-        `local_rows[j]` of the part that this rank stores.
+        Returns the rows that this rank received, [m, ...]. Received row j belongs to row `local_rows[j]` of
+        the part that this rank stores.
         """
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)

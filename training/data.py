@@ -29,6 +29,8 @@ from evaluation.leaks import Leaks
 from runtime.reading import read_bytes
 from training.schedule import Schedule
 
+_FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
+
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
@@ -270,9 +272,6 @@ def _joins_repeats(config: PretrainConfig) -> bool:
             with contextlib.suppress(ValueError):  # a damaged checkpoint: `resume` takes an earlier one
                 return read_state(path).get("joins_repeats") is True
     return True
-
-
-_FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
 
 
 def build_plan(

@@ -46,7 +46,8 @@ class Needs:
     """Estimates the memory and the messages of a run. All numbers are means over the processes of the run.
 
     counter: Counts the operations of the model. sizes: Number of processes along each axis of the mesh, such
-    as {"pipeline": 1, "replicate": 4, "shard": 2, "tensor": 1}.
+    as {"pipeline": 1, "replicate": 4, "shard": 2, "tensor": 1}. `reasoning` of the methods: Settings of the
+    model's thinking, such as the number of cycles.
     """
 
     def __init__(self, config: PretrainConfig, counter: StepCounter, sizes: Mapping[str, int]):
@@ -94,8 +95,6 @@ class Needs:
         """Estimates the bytes of activations that one process saves for the backward pass of a micro-batch.
 
         A micro-batch is the part of the batch that one forward and backward pass computes.
-
-        reasoning: Settings of the model's thinking, such as the number of cycles.
         """
         of_block = _WHOLE + _SHARED.get(self._config.arch.name, _USUALLY_SHARED) / self._tensor
         if self._config.activation_checkpointing == "block":
@@ -108,10 +107,7 @@ class Needs:
         return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
     def slots_that_fit(self, num_bytes: float, reasoning: Reasoning) -> int:
-        """Estimates how many puzzles a process with `num_bytes` of memory can train at the same time.
-
-        reasoning: Settings of the model's thinking, such as the number of cycles.
-        """
+        """Estimates how many puzzles a process with `num_bytes` of memory can train at the same time."""
         of_slots = self.activations(reasoning) + self.memory()["carry"]
         fixed = sum(self.memory().values()) - self.memory()["carry"]
         return max(0, int((num_bytes - fixed) / of_slots * self.slots))
@@ -121,8 +117,6 @@ class Needs:
 
         Example of a purpose: "sums of gradients". The bytes of puzzle embeddings are an upper limit. Messages
         for metrics and gradient clipping are not counted.
-
-        reasoning: Settings of the model's thinking, such as the number of cycles.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(reasoning)
