@@ -101,6 +101,7 @@ class FlatParameters:
             Without mixed precision, `ShardBuffers` with all of `weights`.
         gradients: Flat tensor [size] of the gradients, initially 0. It is empty if the parameters need no
             gradient.
+        gradient_views: {name of a parameter: view of its range of `gradients`}.
         message: Tensor that ranks sum. It contains `gradients` and then `scalars.values`, which are views of
             it.
         messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks, if they are in shared
@@ -188,6 +189,7 @@ class FlatParameters:
         else:
             self.master_weights = ShardBuffers([slice(0, self.size)], [self.weights])
         self.owned = self._take_over()
+        self.gradient_views = self.views(self.gradients)
 
     def _take_over(self) -> Tensors:
         for name, parameter in self.parameters.items():
@@ -215,36 +217,32 @@ class FlatParameters:
                 tensor.grad = self.gradients[self._part(name, self.shard)].view_as(tensor)
         return owned
 
-    def attach_gradients(self) -> dict[str, Tensor]:
-        """Sets the `grad` of every parameter to a view of the flat tensor `gradients`.
+    def attach_gradients(self) -> None:
+        """Sets the `grad` of every parameter to its view in `gradient_views`.
 
-        Returns {name of a parameter: view}. In mixed precision, the `grad` of bfloat16 parameters is not
-        set, because their gradients are float32. `gradients_attached` sets it during a backward pass.
+        In mixed precision, the `grad` of bfloat16 parameters is not set, because their gradients are float32.
+        `gradients_attached` sets it during a backward pass.
         """
-        views = self.views(self.gradients)
-        for name in views.keys() - self._cast:
-            self.parameters[name].grad = views[name]
-        return views
+        for name in self.gradient_views.keys() - self._cast:
+            self.parameters[name].grad = self.gradient_views[name]
 
     @contextlib.contextmanager
-    def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
+    def gradients_attached(self) -> Iterator[None]:
         """Context manager for a backward pass. It sets the `grad` of bfloat16 parameters (mixed precision).
 
         After the block, their `grad` is None again. Other parameters do not change.
-
-        views: Result of `attach_gradients`.
         """
-        cast = views.keys() & self._cast
-        for name in cast:
-            self.parameters[name].grad = views[name]
+        cast = {name: view for name, view in self.gradient_views.items() if name in self._cast}
+        for name, view in cast.items():
+            self.parameters[name].grad = view
         yield
         # torch's compiler does not expect a `grad` of another dtype than its parameter.
-        assert all(self.parameters[name].grad is views[name] for name in cast)
+        assert all(self.parameters[name].grad is view for name, view in cast.items())
         for name in cast:
             self.parameters[name].grad = None
 
-    def check_gradients(self, views: dict[str, Tensor]) -> None:
-        for name, view in views.items():
+    def check_gradients(self) -> None:
+        for name, view in self.gradient_views.items():
             assert self.parameters[name].grad is (None if name in self._cast else view)
 
     @property

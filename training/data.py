@@ -104,9 +104,16 @@ class RunData:
             Otherwise it has one right answer of each example, the label.
         seed: If an example has more than `num_answers` right answers, the seed selects some of them.
         """
-        options = {"rank": ranks.index, "world_size": ranks.size, "first_step": first_step}
-        options |= {"num_answers": num_answers, "seed": seed}
-        dataset = PuzzleDataset(self.dataset, "train", self.plan, **options)
+        dataset = PuzzleDataset(
+            self.dataset,
+            "train",
+            self.plan,
+            rank=ranks.index,
+            world_size=ranks.size,
+            first_step=first_step,
+            num_answers=num_answers,
+            seed=seed,
+        )
         return read_batches(dataset, device=device)
 
 

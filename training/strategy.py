@@ -106,7 +106,7 @@ class Strategy:
         """Runs the backward pass of a micro-batch. It adds to the gradients of this step."""
         with contextlib.ExitStack() as stack:
             for sync in self._syncs:
-                stack.enter_context(sync.attached())
+                stack.enter_context(sync.flat.gradients_attached())
             loss.backward()
 
     def reduce_gradients(self, *, step: int) -> None:
