@@ -173,6 +173,9 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     model, needs = counter.model, Needs(config, counter, sizes)
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one"
     num_weights = sum(parameter.numel() for parameter in model.network.parameters())
+    sizes_of_model = f"{num_weights:,} weights, {seq_len} tokens a puzzle"
+    if missing:
+        sizes_of_model += f"\ndataset not found: {missing}. Estimates assume puzzles of {seq_len} tokens."
     memory = needs.memory()
     memory["activations, about"] = needs.activations(model.reasoning)
     memory["together"] = sum(memory.values())
@@ -181,12 +184,7 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     return "\n".join(
         [
             f"{world_size} processes ({mesh}), {needs.slots:g} slots each",
-            f"{num_weights:,} weights, {seq_len} tokens a puzzle",
-            *(
-                [f"dataset not found: {missing}. Estimates assume puzzles of {seq_len} tokens."]
-                if missing
-                else []
-            ),
+            sizes_of_model,
             f"\n{'GB a process':<24}",
             *(f"{part:<24}{num_bytes / _GB:10.3g}" for part, num_bytes in memory.items()),
             *_describe_fit(config, needs, model.reasoning, world_size),
