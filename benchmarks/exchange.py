@@ -170,7 +170,8 @@ def _measure_cluster(options: argparse.Namespace) -> None:
         for turn in range(2 + options.rounds):
             for way, step_times in seconds.items():
                 local_time = torch.tensor([timed(ranks, way, 0)], dtype=torch.float64)
-                step_times += all_ranks().all_gather_rows(local_time).max()[None].tolist()[: turn >= 2]
+                by_rank = all_ranks().all_gather_rows(local_time, [1] * world_size())
+                step_times += by_rank.max()[None].tolist()[: turn >= 2]
         del trainers, ranks  # nothing may refer to the group when it closes
         times = {way: measurement(step_times) for way, step_times in seconds.items()}
         efficiency = ratio(times["alone"], times["default"])

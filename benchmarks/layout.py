@@ -21,7 +21,7 @@ from benchmarks.harness import fail, parse, print_report, run_main
 from benchmarks.worlds import TINY, Trainer, World, world_parser
 from config.schema import PretrainConfig
 from dataset.metadata import Metadata
-from distributed.mesh import Mesh, sizes_of
+from distributed.mesh import AXES, Mesh
 from distributed.pipeline import Ring, circulate
 from distributed.shards import tensor_of
 from distributed.world import world_size
@@ -137,7 +137,7 @@ class _Ring:
     """Sends a tensor around all ranks, as the stages of a pipeline do."""
 
     def __init__(self, device: torch.device):
-        mesh = Mesh(sizes_of(world_size(), pipeline=world_size()))
+        mesh = Mesh({axis: world_size() if axis == "pipeline" else 1 for axis in AXES})
         self._ring, self._own = Ring(mesh.pipeline, mesh.owners), torch.ones(1024, 1024, device=device)
 
     def run(self) -> float:

@@ -17,10 +17,6 @@ from distributed.world import rank, world_size
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
-def has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """A group of ranks that includes this rank, with collectives as methods.
@@ -39,7 +35,7 @@ class Ranks:
 
     @property
     def is_distributed(self) -> bool:
-        return self.size > 1 and has_group()
+        return self.size > 1 and dist.is_initialized()
 
     def barrier(self) -> None:
         self.all_reduce_sum_(torch.zeros(1))
@@ -65,33 +61,20 @@ class Ranks:
             dist.reduce(tensor, group_dst=0, group=self.group)
         return tensor
 
-    def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
-        """Gathers integers from all ranks. All ranks call it.
-
-        Returns one list for each argument, with its values on all ranks. Example: rank 0 passes (2, 5) and
-        rank 1 passes (3, 7). Both get [[2, 3], [5, 7]].
+    def all_gather_counts(self, count: int, *, device: torch.device) -> list[int]:
+        """Returns the integers of all ranks.
 
         device: Device of the tensor in which the integers are sent. The backend of the group must support it.
         """
-        if not self.is_distributed:
-            return [[count] for count in counts]
-        local_counts = torch.tensor(counts, device=device)
-        parts = [torch.empty_like(local_counts) for _ in range(self.size)]
-        dist.all_gather(parts, local_counts, group=self.group)
-        return torch.stack(parts, dim=1).tolist()
+        return self.all_gather_rows(torch.tensor([count], device=device), [1] * self.size).tolist()
 
-    def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
+    def all_gather_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Returns the rows of all ranks, concatenated in the order of ranks.
 
-        All ranks call it.
-
-        rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank, if
-        every rank already knows them. If None, they are gathered by an additional message.
+        rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank.
         """
         if not self.is_distributed:
             return rows
-        if counts is None:
-            (counts,) = self.all_gather_counts(len(rows), device=rows.device)
         padded = rows
         if len(rows) < max(counts):
             padded = rows.new_zeros(max(counts), *rows.shape[1:])
@@ -103,7 +86,7 @@ class Ranks:
     def all_gather_numbered_rows(
         self, numbers: Tensor, rows: Tensor, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Gathers rows and one integer for each row from all ranks. All ranks call it.
+        """Gathers rows and one integer for each row from all ranks.
 
         Returns (numbers, rows), concatenated in the order of ranks.
 
@@ -118,11 +101,10 @@ class Ranks:
         return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
 
     def all_to_all_rows(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        """Sends some rows to each rank.
+        """Sends some rows to each rank. Returns the rows that this rank received.
 
-        Returns the rows that this rank received. All ranks call it. The first sent[0] rows go to rank 0, the
-        next sent[1] rows to rank 1, and so on. The received rows are in the order of the ranks that sent
-        them.
+        The first sent[0] rows go to rank 0, the next sent[1] rows to rank 1, and so on. The received rows are
+        in the order of the ranks that sent them.
 
         rows: Tensor [n, ...]. sent: Number of rows for each rank. received: Number of rows from each rank.
         """
@@ -140,9 +122,7 @@ class Ranks:
         return gathered
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
-        """Sends one tensor to each rank.
-
-        Returns the tensor that this rank received. All ranks call it.
+        """Sends one tensor to each rank. Returns the tensor that this rank received.
 
         tensors: On rank `source` of the group, one tensor for each rank. On other ranks, None. like: Any
         tensor with the shape and dtype of the result.
@@ -156,9 +136,9 @@ class Ranks:
     def all_gather_ranges_(self, full: Tensor, ranges: Sequence[slice]) -> None:
         """Fills the tensor `full` on all ranks, from ranges of it that the ranks hold.
 
-        Rank r sends `full[ranges[r]]` to the others. All ranks call it. If the ranges have equal length and
-        cover the start of the tensor without gaps, one collective is called. The last ranges may then be
-        shorter or empty. Otherwise, there is one broadcast for each range that is not empty.
+        Rank r sends `full[ranges[r]]` to the others. If the ranges have equal length and cover the start of
+        the tensor without gaps, one collective is called. The last ranges may then be shorter or empty.
+        Otherwise, there is one broadcast for each range that is not empty.
 
         full: Tensor [n] to fill in place. ranges: One range for each rank, disjoint. All ranks pass the same
         ranges.
@@ -206,16 +186,14 @@ class AllToAllPlan:
         self.num_rows, self._ranks = len(identifiers), ranks
         owners = identifiers % ranks.size
         self._order = owners.argsort(stable=True)
-        self._num_read = torch.bincount(owners, minlength=ranks.size).tolist()  # rows read from each owner
-        by_rank = ranks.all_gather_counts(*self._num_read, device=identifiers.device)
-        self._num_lent = by_rank[ranks.index]  # rows sent to each rank
+        num_read, ones = torch.bincount(owners, minlength=ranks.size), [1] * ranks.size
+        self._num_read = num_read.tolist()  # rows read from each owner
+        self._num_lent = ranks.all_to_all_rows(num_read, sent=ones, received=ones).tolist()  # to each rank
         numbers = identifiers[self._order] // ranks.size
         self.local_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, owned_rows: Tensor) -> Tensor:
         """Returns the table rows that this rank needs, [n, ...], in the order of `identifiers`.
-
-        All ranks call it.
 
         owned_rows: The part of the table that this rank stores, [number of its rows, ...].
         """
@@ -226,8 +204,8 @@ class AllToAllPlan:
     def send(self, rows: Tensor) -> Tensor:
         """Sends row i of `rows` [n, ...] to the rank that stores table row `identifiers[i]`.
 
-        All ranks call it. Returns the rows that this rank received, [m, ...]. Received row j belongs to row
-        `local_rows[j]` of the part that this rank stores.
+        Returns the rows that this rank received, [m, ...]. Received row j belongs to row `local_rows[j]` of
+        the part that this rank stores.
         """
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
@@ -262,7 +240,7 @@ def broadcast_object(value: Any) -> Any:
 
     All ranks call it. The values of other ranks are ignored.
     """
-    if not has_group():
+    if not dist.is_initialized():
         return value
     values = [value]
     dist.broadcast_object_list(values, src=0)

@@ -80,10 +80,7 @@ class ShardBuffers:
         self.ranges, self.buffers = tuple(ranges), tuple(buffers)
 
     def at(self, part: slice) -> Tensor:
-        """Returns a view of the values at the positions `part` of the flat tensor.
-
-        part: Range of positions. It must lie within one of `ranges`.
-        """
+        """Returns a view of the values at the positions `part`, which must lie within one of `ranges`."""
         for buffer_range, buffer in zip(self.ranges, self.buffers, strict=True):
             if buffer_range.start <= part.start and part.stop <= buffer_range.stop:
                 return buffer[part.start - buffer_range.start : part.stop - buffer_range.start]
@@ -104,6 +101,7 @@ class FlatParameters:
             Without mixed precision, `ShardBuffers` with all of `weights`.
         gradients: Flat tensor [size] of the gradients, initially 0. It is empty if the parameters need no
             gradient.
+        gradient_views: {name of a parameter: view of its range of `gradients`}.
         message: Tensor that ranks sum. It contains `gradients` and then `scalars.values`, which are views of
             it.
         messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks, if they are in shared
@@ -191,18 +189,14 @@ class FlatParameters:
         else:
             self.master_weights = ShardBuffers([slice(0, self.size)], [self.weights])
         self.owned = self._take_over()
+        self.gradient_views = self.views(self.gradients)
 
     def _take_over(self) -> Tensors:
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
-            for master_range, master in zip(
-                self.master_weights.ranges, self.master_weights.buffers, strict=True
-            ):
-                begin, end = max(start, master_range.start), min(start + value.numel(), master_range.stop)
-                if begin < end:
-                    master[begin - master_range.start : end - master_range.start] = value.flatten()[
-                        begin - start : end - start
-                    ]
+            for part in self.updated_ranges_of([name]):
+                values = value.flatten()[part.start - start : part.stop - start]
+                self.master_weights.at(part)[: len(values)] = values
             memory = (
                 self.weights[start:] if name in self._sharded else self.master_weights.at(self._ranges[name])
             )
@@ -223,36 +217,32 @@ class FlatParameters:
                 tensor.grad = self.gradients[self._part(name, self.shard)].view_as(tensor)
         return owned
 
-    def attach_gradients(self) -> dict[str, Tensor]:
-        """Sets the `grad` of every parameter to a view of the flat tensor `gradients`.
+    def attach_gradients(self) -> None:
+        """Sets the `grad` of every parameter to its view in `gradient_views`.
 
-        Returns {name of a parameter: view}. In mixed precision, the `grad` of bfloat16 parameters is not
-        set, because their gradients are float32. `gradients_attached` sets it during a backward pass.
+        In mixed precision, the `grad` of bfloat16 parameters is not set, because their gradients are float32.
+        `gradients_attached` sets it during a backward pass.
         """
-        views = self.views(self.gradients)
-        for name in views.keys() - self._cast:
-            self.parameters[name].grad = views[name]
-        return views
+        for name in self.gradient_views.keys() - self._cast:
+            self.parameters[name].grad = self.gradient_views[name]
 
     @contextlib.contextmanager
-    def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
+    def gradients_attached(self) -> Iterator[None]:
         """Context manager for a backward pass. It sets the `grad` of bfloat16 parameters (mixed precision).
 
         After the block, their `grad` is None again. Other parameters do not change.
-
-        views: Result of `attach_gradients`.
         """
-        cast = views.keys() & self._cast
-        for name in cast:
-            self.parameters[name].grad = views[name]
+        cast = {name: view for name, view in self.gradient_views.items() if name in self._cast}
+        for name, view in cast.items():
+            self.parameters[name].grad = view
         yield
         # torch's compiler does not expect a `grad` of another dtype than its parameter.
-        assert all(self.parameters[name].grad is views[name] for name in cast)
+        assert all(self.parameters[name].grad is view for name, view in cast.items())
         for name in cast:
             self.parameters[name].grad = None
 
-    def check_gradients(self, views: dict[str, Tensor]) -> None:
-        for name, view in views.items():
+    def check_gradients(self) -> None:
+        for name, view in self.gradient_views.items():
             assert self.parameters[name].grad is (None if name in self._cast else view)
 
     @property
@@ -315,10 +305,8 @@ class FlatParameters:
     def around(self, shard: slice) -> list[slice]:
         """Returns the ranges of the flat tensor that the rank with this shard updates.
 
-        The flat tensor contains all parameters, one after the other. The result contains `shard`, and the
-        ranges of the parameters that every rank updates. The ranges are in ascending order and disjoint.
-
-        shard: Range of positions that only this rank updates.
+        The result contains `shard`, and the ranges of the parameters that every rank updates. The ranges are
+        in ascending order and disjoint.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         # Extend to multiples of 1024: the rounding of kernels depends on the position within a range.
@@ -337,10 +325,7 @@ class FlatParameters:
         return ShardBuffers(ranges, [self.message.new_zeros(part.stop - part.start) for part in ranges])
 
     def updated_ranges_of(self, names: Collection[str]) -> list[slice]:
-        """Returns the ranges of the flat tensor where this rank updates the parameters `names`.
-
-        The flat tensor contains all parameters, one after the other.
-        """
+        """Returns the ranges of the flat tensor where this rank updates the parameters `names`."""
         pairs = itertools.product(self.ranges(names), self._updated_ranges)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [part for part in common if part.start < part.stop]
@@ -401,8 +386,6 @@ class FlatParameters:
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
         """Returns the ranges of positions in the flat tensor where the parameters `names` are.
-
-        The flat tensor contains all parameters, one after the other.
 
         joins: Whether to merge adjacent ranges.
         """

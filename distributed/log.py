@@ -70,17 +70,15 @@ class _RankFile(logging.StreamHandler):
         raw, encoding = open_to_append(path), {"encoding": "utf-8", "errors": "backslashreplace"}
         super().__init__(io.TextIOWrapper(raw, write_through=True, **encoding))
         self.path = path
-        self.setFormatter(_Printable(f"%(asctime)s rank {rank()} %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(logging.Formatter(f"%(asctime)s rank {rank()} %(levelname)s %(name)s: %(message)s"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        # A terminal that shows the file later would obey control characters.
+        return printable(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:
         text = _describe_failure(self.path, sys.exc_info()[1])
         _console.handle(logging.makeLogRecord({"levelno": logging.WARNING, "msg": text}))
-
-
-class _Printable(logging.Formatter):
-    # A terminal that shows the file later would obey control characters.
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
 
 
 class _Forward(logging.Handler):
@@ -98,10 +96,7 @@ _logger.addHandler(_console)
 
 
 def info(message: str) -> None:
-    """Prints a message of one or several lines on stdout of rank 0.
-
-    Every rank also writes its message into its log file.
-    """
+    """Prints a message of one or several lines on stdout of rank 0."""
     _logger.info(message)
 
 

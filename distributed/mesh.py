@@ -21,30 +21,6 @@ AXES = {
 }  # {axis: name of a rank's position along it}
 
 
-def sizes_of(
-    world_size: int, *, pipeline: int = 1, shard: int | str = "auto", tensor: int = 1
-) -> dict[str, int]:
-    """Computes how many ranks each axis of a device mesh has: {axis: number of ranks}.
-
-    The axes are pipeline, replicate, shard and tensor. Their product is `world_size`. The axis replicate
-    gets the ranks that remain. Raises ValueError if the sizes do not divide `world_size`.
-
-    shard: "auto" means 1. -1 means world_size / (pipeline * tensor), so that replicate becomes 1.
-    """
-    left, rest = divmod(world_size, pipeline * tensor)
-    if rest:
-        degrees = {"pipeline_parallel_degree": pipeline, "tensor_parallel_degree": tensor}
-        product = " x ".join(f"{key}={size}" for key, size in degrees.items() if size > 1)
-        raise ValueError(f"{product} does not divide the {world_size} processes. Change one of them.")
-    shard = {"auto": 1, -1: left}.get(shard, shard)
-    if left % shard:
-        raise ValueError(
-            f"data_parallel_shard_degree={shard} does not divide the {left} processes that pipeline and "
-            "tensor parallelism leave. Choose a divisor."
-        )
-    return dict(zip(AXES, (pipeline, left // shard, shard, tensor), strict=True))
-
-
 def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
     """Returns the indices of a rank along all axes of a mesh: {axis: index}.
 

@@ -154,28 +154,18 @@ def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Te
     return _Call.apply(ring, run, h.new_zeros((), requires_grad=True), h, *context)
 
 
-def keep_stage(level: Any, ranks: Ranks) -> None:
-    """Removes all blocks from a stack of blocks, except those of this rank's pipeline stage.
-
-    The remaining weights keep their names.
-
-    level: Object whose attribute `layers` is the module of the blocks. It is changed in place. ranks: Ranks
-    of the pipeline. Rank k runs stage k.
-    """
-    blocks = dict(level.layers.named_children())
-    assert len(blocks) % ranks.size == 0, "the schema refuses other numbers"
-    num_local = len(blocks) // ranks.size
-    names = list(blocks)[ranks.index * num_local : (ranks.index + 1) * num_local]
-    level.layers = nn.ModuleDict({name: blocks[name] for name in names})
-
-
 def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
     """Changes stacks of blocks so that a call runs through all stages of a pipeline.
 
-    This rank must hold only the blocks of its stage (`keep_stage`).
+    Removes all blocks except those of this rank's stage. The remaining weights keep their names.
 
-    levels: Objects with a method `run_blocks`, such as `models.blocks.Level`. The method is replaced. ring:
-    Connects the ranks of the pipeline.
+    levels: Objects such as `models.blocks.Level`, changed in place. `layers` is the module of the blocks, and
+    the method `run_blocks` calls them. ring: Connects the ranks of the pipeline.
     """
     for level in levels:
+        blocks = dict(level.layers.named_children())
+        assert len(blocks) % ring.size == 0, "the schema refuses other numbers"
+        num_local = len(blocks) // ring.size
+        names = list(blocks)[ring.stage * num_local : (ring.stage + 1) * num_local]
+        level.layers = nn.ModuleDict({name: blocks[name] for name in names})
         level.run_blocks = functools.partial(call, ring, level.run_blocks)

@@ -47,17 +47,6 @@ class Shard(NamedTuple):
 Tensors = dict[str, Tensor | Shard]  # tensors of a run's state by name; a Tensor is the full tensor
 
 
-def as_shard(tensor: Tensor, spans: Spans, shape: tuple[int, ...], ranks: Ranks) -> Tensor | Shard:
-    """Returns a `Shard` for some elements of a tensor that is divided among ranks.
-
-    If `ranks` has only one rank, returns `tensor` itself, in shape `shape`.
-
-    tensor: The elements that this rank holds. spans: Their positions in the flattened full tensor. shape:
-    Shape of the full tensor. ranks: Ranks that divide the full tensor.
-    """
-    return Shard(tensor, spans, shape) if ranks.size > 1 else tensor.view(shape)
-
-
 def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> Tensor | Shard:
     """Returns a `Shard` for this rank's rows of a table that is divided among ranks.
 
@@ -74,7 +63,7 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
         spans = (Span(rows.start * length, len(rows) * length),)
     else:
         spans = (Span(rows.start * length, length, rows.step * length, len(rows)),)
-    return as_shard(tensor, spans, shape, ranks)
+    return Shard(tensor, spans, shape) if ranks.size > 1 else tensor
 
 
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:

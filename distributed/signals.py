@@ -58,7 +58,6 @@ def end_torchrun() -> int:
     barrier()  # wait until rank 0 has printed everything
     if is_elastic():
         return EXIT_AGAIN
-    # A torchrun that has not received the signal would wait five minutes for the other nodes.
     if is_under_torchrun() and num_nodes() > 1 and local_rank() == 0 and os.getppid() > 1:
         os.kill(os.getppid(), signal.SIGTERM)
     return 0

@@ -7,7 +7,7 @@ One step, on all ranks:
         with sync.micro_batch(is_last=...):           # only the last one may send messages
             loss = loss_of(sync.model(...))
             flat.scalars.add(loss=loss.detach())      # before the backward pass, which may send scalars
-            with sync.attached():
+            with flat.gradients_attached():
                 loss.backward()
     scalars = sync.finish()                           # flat.gradients and every p.grad are sums over ranks
 
@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.collectives import has_group
 from distributed.flat import FlatParameters
 
 _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
@@ -43,7 +42,6 @@ class GradientSync:
     """
 
     name: ClassVar[str]
-    _views: dict[str, Tensor]
 
     def __init__(self, model: nn.Module, flat: FlatParameters):
         self.model, self.flat = model, flat
@@ -68,14 +66,6 @@ class GradientSync:
             yield
         if is_last:
             self.flat.scalars.is_closed = True
-
-    def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager for a backward pass.
-
-        In mixed precision, it sets the `grad` of bfloat16 parameters to views of `flat.gradients`. After the
-        block, their `grad` is None again.
-        """
-        return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
         """Completes the sum of `flat.gradients` over all ranks, in place.
@@ -130,8 +120,8 @@ class FlatSync(GradientSync):
             send_buffer = gradients if sync_dtype == gradients.dtype else gradients.to(sync_dtype)
             self._buckets.append(_Bucket(gradients, send_buffer))
             ends.append(bucket_range.stop)
-        self._views = flat.attach_gradients()
-        for name, view in self._views.items():
+        flat.attach_gradients()
+        for name, view in flat.gradient_views.items():
             bucket = next(
                 candidate
                 for candidate, end in zip(self._buckets, ends, strict=True)
@@ -152,7 +142,7 @@ class FlatSync(GradientSync):
             self._is_accumulating = False
 
     def finish(self) -> dict[str, Tensor]:
-        self.flat.check_gradients(self._views)
+        self.flat.check_gradients()
         self._start(until=len(self._buckets))
         for bucket in self._buckets:
             if bucket.work is not None:
@@ -194,10 +184,10 @@ class SharedMemorySync(GradientSync):
 
     def __init__(self, model: nn.Module, flat: FlatParameters):
         super().__init__(model, flat)
-        self._views = flat.attach_gradients()
+        flat.attach_gradients()
 
     def finish(self) -> dict[str, Tensor]:
-        self.flat.check_gradients(self._views)
+        self.flat.check_gradients()
         self.flat.messages_of_ranks.all_reduce_sum_()
         return self.flat.scalars.pop()
 
@@ -225,7 +215,6 @@ class DDPSync(GradientSync):
         )
         wrapped.register_comm_hook(flat.ranks.group, _sum_bucket)
         super().__init__(wrapped, flat)
-        self._views = flat.views(flat.gradients)
 
     def zero(self) -> None:
         super().zero()
@@ -237,9 +226,10 @@ class DDPSync(GradientSync):
 
     def finish(self) -> dict[str, Tensor]:
         self.flat.ranks.all_reduce_sum_(self.flat.scalars.values)
-        parameters = [self.flat.parameters[name] for name in self._views]
-        torch._foreach_copy_(list(self._views.values()), [parameter.grad for parameter in parameters])
-        for parameter, view in zip(parameters, self._views.values(), strict=True):
+        views = list(self.flat.gradient_views.values())
+        parameters = [self.flat.parameters[name] for name in self.flat.gradient_views]
+        torch._foreach_copy_(views, [parameter.grad for parameter in parameters])
+        for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
         return self.flat.scalars.pop()
 
@@ -270,8 +260,8 @@ def build_gradient_sync(
         assert (sync, sync_dtype) == ("auto", "float32")
         return SharedMemorySync(model, flat)
     if bucket_size_mb == "auto":
-        is_nccl = has_group() and flat.weights.is_cuda and dist.is_nccl_available()
+        is_nccl = dist.is_initialized() and flat.weights.is_cuda and dist.is_nccl_available()
         bucket_size_mb = _AUTO_BUCKET_MB["nccl" if is_nccl else "gloo"]
-    if sync == "ddp" and has_group():
+    if sync == "ddp" and dist.is_initialized():
         return DDPSync(model, flat, bucket_size_mb=bucket_size_mb)
     return FlatSync(model, flat, bucket_size_mb=bucket_size_mb, sync_dtype=getattr(torch, sync_dtype))

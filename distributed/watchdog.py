@@ -334,7 +334,7 @@ class Watchdog:
 def _write_flight_record() -> None:
     # torch's tool `torchfrtrace` reads this record of the last collectives.
     folder = log.rank_folder()
-    with contextlib.suppress(Exception):  # older versions of torch lack the function; the disk may be full
+    with contextlib.suppress(Exception):  # the disk may be full
         if folder is not None:
             (folder / f"flight_record_{rank()}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
 

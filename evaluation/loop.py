@@ -128,7 +128,7 @@ def answer_batches(
         num_rows = num_running + (0 if waiting is None else len(waiting.rows))
         needs_batch = has_more and (waiting is None or num_rows < num_slots)
         need = _BATCH if needs_batch else _STEP if num_rows else _NOTHING
-        (needs,) = stages.all_gather_counts(need, device=device)
+        needs = stages.all_gather_counts(need, device=device)
         if max(needs) == _NOTHING:
             return
         if max(needs) == _BATCH:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
-from distributed.collectives import AllToAllPlan, Ranks, has_group
+from distributed.collectives import AllToAllPlan, Ranks
 from distributed.shards import Tensors, rows_of_rank, shard_of_rows, slots_of
 from optimizers.average import Average
 from optimizers.puzzle_table_average import RowAverage
@@ -217,7 +217,7 @@ class Replicated(_Table):
         # A row that some ranks have changed becomes the mean of its values on these ranks.
         weights, moved = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
-        (counts,) = self.ranks.all_gather_counts(len(moved), device=weights.device)
+        counts = self.ranks.all_gather_counts(len(moved), device=weights.device)
         identifiers, rows = self.ranks.all_gather_numbered_rows(moved, weights[moved], counts)
         distinct, sums = sum_by_identifier(identifiers, rows)
         num_movers = identifiers.unique(return_counts=True)[1]
@@ -234,7 +234,7 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, owned: Tensor) -> Tensor:
-        if not has_group():
+        if not self.ranks.is_distributed:
             return owned
         # One broadcast for each rank needs little extra memory.
         full = owned.new_empty(self.num_rows, *owned.shape[1:])
@@ -274,7 +274,7 @@ class RowsByOwner(_Table):
     def fetch(self, identifiers: Tensor) -> None:
         distinct, weights = torch.unique(identifiers.long()), self.embedding.weights
         rows = weights.new_empty(len(distinct), weights.shape[1])
-        (counts,) = self.ranks.all_gather_counts(len(distinct), device=weights.device)
+        counts = self.ranks.all_gather_counts(len(distinct), device=weights.device)
         for begin in range(0, max(counts), _PIECE):  # several messages keep the extra memory small
             piece = slice(begin, begin + _PIECE)
             rows[piece] = AllToAllPlan(distinct[piece], self.ranks).fetch(weights)

@@ -8,8 +8,8 @@ import torch
 
 from dataset.files import open_dataset
 from dataset.loader import read_rows
-from distributed.mesh import Mesh, sizes_of
-from distributed.pipeline import Ring, keep_stage, pipe_levels
+from distributed.mesh import Mesh
+from distributed.pipeline import Ring, pipe_levels
 from distributed.world import world_size
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.trace import record_trace
@@ -36,10 +36,9 @@ def _evaluate(
     with float64():
         model, mesh = halting_model(folder, name, steps=_STEPS, L_layers=layers), None
         if num_stages > 1:
-            mesh = Mesh(sizes_of(world_size(), pipeline=num_stages))
-            for level in (levels := levels_of(model.network).values()):
-                keep_stage(level, mesh.pipeline)
-            pipe_levels(levels, Ring(mesh.pipeline, mesh.owners))
+            sizes = {"pipeline": num_stages, "replicate": world_size() // num_stages, "shard": 1, "tensor": 1}
+            mesh = Mesh(sizes)
+            pipe_levels(levels_of(model.network).values(), Ring(mesh.pipeline, mesh.owners))
         result = evaluate_split(
             model,
             open_dataset(folder, read_everything=False),

@@ -75,7 +75,7 @@ _RUNS = {
     "no table": ({"sync": "flat", "arch": tiny_arch(puzzle_emb_ndim=0).model_dump()}, Counter(all_reduce=1)),
     "a spread table": (  # how many rows go where, which, they themselves, and back
         {"sync": "flat", "puzzle_emb_sharding": "rows"},
-        Counter(all_reduce=1, all_gather=1, all_to_all_single=3),
+        Counter(all_reduce=1, all_to_all_single=4),
     ),
     "shared moments": (
         {"sync": "flat", "data_parallel_shard_degree": -1},

@@ -106,12 +106,12 @@ def test_blocks_that_are_cast_beforehand_have_the_bits_of_a_cast_for_every_use(n
         )
         dtypes = {each.dtype for key, each in flat.parameters.items() if key in block_weights(model.network)}
         assert dtypes == {torch.bfloat16 if is_cast else torch.float32}
-        views = flat.attach_gradients()
+        flat.attach_gradients()
         batch = random_batch(4)
         rng = draws_of(4, **({"keys": torch.arange(4)} if name == "serrm" else {}))
         output, losses = run_losses(model, model.initial_carry(batch), batch, rng=rng)
         losses()
-        with flat.gradients_attached(views):
+        with flat.gradients_attached():
             output.prediction.logits.float().square().sum().backward()
         results.append(
             {"logits": output.prediction.logits, **output.carry.state, "gradients": flat.gradients}

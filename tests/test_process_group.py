@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.backend import choose_backend, choose_device, process_group, set_cpu_threads
+from distributed.backend import choose_backend, choose_device, set_cpu_threads
 from distributed.errors import collective_errors, connection_errors, local_errors
 from distributed.world import is_elastic, rank, value_of_launch
 from tests.ranks import REPOSITORY, call_each, run_ranks
@@ -171,13 +171,6 @@ def test_backends(monkeypatch, name, device, backends, expected):
     except ValueError as error:
         chosen = f"error: {error}"
     assert re.search(expected, chosen), chosen
-
-
-def test_one_process_needs_no_backend(monkeypatch):
-    """Some builds of torch have no distributed package at all."""
-    monkeypatch.setattr(dist, "is_available", lambda: False)
-    with process_group(torch.device("cpu")):
-        assert choose_backend("auto", torch.device("cpu")) == "gloo"
 
 
 @pytest.mark.slow

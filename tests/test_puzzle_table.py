@@ -133,10 +133,8 @@ _WAYS = {
 def _whole(rows: torch.Tensor) -> torch.Tensor:
     """Joins what the ranks have of the table, in the order of identifiers."""
     whole = torch.empty(_NUM_ROWS, rows.shape[1])
-    gathered = all_ranks().all_gather_rows(rows.detach())
-    for owner, part in enumerate(
-        gathered.split([len(range(n, _NUM_ROWS, world_size())) for n in range(world_size())])
-    ):
+    counts = [len(range(n, _NUM_ROWS, world_size())) for n in range(world_size())]
+    for owner, part in enumerate(all_ranks().all_gather_rows(rows.detach(), counts).split(counts)):
         whole[owner :: world_size()] = part
     return whole
 

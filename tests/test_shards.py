@@ -15,7 +15,6 @@ from distributed.shards import (
     Shard,
     Span,
     Tensors,
-    as_shard,
     rows_of_rank,
     shard_of_own,
     shard_of_rows,
@@ -41,8 +40,9 @@ def _kept(rank: int, size: int, *, is_blank: bool = False) -> Tensors:
     ranks, cut = Ranks(rank, size), 13  # of 35: the third of three ranks gets 9, the fourth of four none
     first, end = min(cut * rank, 35), 35 if rank == size - 1 else min(cut * (rank + 1), 35)
     dense = _WHOLE["dense"].view(-1)[first:end].clone()
+    spans = (Span(first, end - first),) if first < end else ()
     kept = {
-        "dense": as_shard(dense, (Span(first, end - first),) if first < end else (), (7, 5), ranks),
+        "dense": Shard(dense, spans, (7, 5)) if size > 1 else dense.view(7, 5),
         "count": _WHOLE["count"],
         "own": shard_of_own(torch.full((2, 3), float(rank)), ranks),
     }

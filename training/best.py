@@ -58,16 +58,9 @@ class Selection:
             counts
         )
 
-    def short_name(self, name: str) -> str | None:
-        """Returns the name of the metric in a key of metrics.jsonl: "accuracy" for "eval/all/accuracy".
-
-        Returns None if the key is not from the split whose metric selects the best checkpoint.
-        """
-        split, _, rest = name.partition("/")
-        return rest.partition("/")[2] if split == self._pass else None
-
-    def is_evaluated(self, row: Mapping[str, float]) -> bool:
-        return any(name.startswith(f"{self._pass}/") for name in row)
+    def evaluated(self, row: Mapping[str, float]) -> list[str]:
+        """Returns the keys of a row that are from the split whose metric selects the best checkpoint."""
+        return [name for name in row if name.startswith(f"{self._pass}/")]
 
     def best_step(self, values: Mapping[int, float]) -> int | None:
         """Returns the step with the best value. Of equal values, the latest step.
@@ -99,7 +92,7 @@ class BestStep:
         Returns entries to add to the row: best/<metric> (best value so far), best/step and best/selected_by.
         Returns {} if there is no value so far, or if the row contains no evaluation.
         """
-        if self._selection is None or not self._selection.is_evaluated(row):
+        if self._selection is None or not self._selection.evaluated(row):
             return {}
         self.check(row)
         if (value := self._selection.value(row)) is not None:
@@ -112,9 +105,9 @@ class BestStep:
     def check(self, row: Mapping[str, float]) -> None:
         """Warns if the row contains an evaluation, but not the metric `keep_best`."""
         selection = self._selection
-        if selection is None or not selection.is_evaluated(row) or selection.value(row) is not None:
+        if selection is None or not selection.evaluated(row) or selection.value(row) is not None:
             return
-        names = {selection.short_name(name) for name in row if not is_count(name)} - {None}
+        names = {name.split("/", 2)[2] for name in selection.evaluated(row) if not is_count(name)}
         problem = "is not a metric of the evaluation, so no checkpoint is the best"
         hint = f"Choose from {', '.join(sorted(names))}."
         if not names:

@@ -167,7 +167,6 @@ class CheckpointManager:
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
     def _small_files(self, state: TrainState, numbers: dict[str, Any]) -> dict[str, bytes]:
-        # The position in the data is not stored, because it follows from the step.
         content = {
             **numbers,
             "best": self.best.state(),  # step and value of the best evaluation, or None

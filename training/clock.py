@@ -101,10 +101,7 @@ class Stragglers:
         self._rank, self._rows, self._steps = 0, 0, 0  # the slow rank, and since when it is slow
 
     def add_row(self, compute: Sequence[float], *, steps: int) -> str | None:
-        """Adds the step times of all ranks. Returns a warning if a rank has just become a straggler.
-
-        A straggler is much slower than the other ranks in at least 3 calls in a row, and for at least 100
-        training steps. Otherwise, returns None.
+        """Adds the step times of all ranks. Returns a warning if a rank has just become a straggler, or None.
 
         compute: Mean seconds that each rank computes in a step, without waits.
         steps: Number of steps since the last call.

@@ -1,13 +1,9 @@
-"""Reduces a model to the part that this rank holds: its pipeline stage, and its shard of the weights."""
+"""How tensor parallelism divides each kind of layer."""
 
 from torch import nn
 
-from distributed.mesh import Mesh
-from distributed.pipeline import keep_stage
-from distributed.tensor import Cut, Plan, cut_tensors
-from models.blocks import levels_of
+from distributed.tensor import Plan
 from models.layers import Attention, Convolution, SwiGLU
-from models.network import Network
 from models.urm import ConvSwiGLU
 
 
@@ -30,19 +26,3 @@ def plan_of(layer: nn.Module) -> Plan | None:
             weights |= {"dwconv.weight": (1, inner), "dwconv.bias": (1, inner)}
         return Plan(weights)
     return None
-
-
-def cut(network: Network, mesh: Mesh) -> dict[str, Cut]:
-    """Reduces a network in place to the part that this rank holds.
-
-    Removes the blocks of other pipeline stages, and divides weights among tensor-parallel ranks. The weights
-    must be initialized before.
-
-    Returns {name of a divided weight: which part of it this rank holds}. {} without tensor parallelism.
-
-    mesh: Process groups of this rank for pipeline and tensor parallelism.
-    """
-    if mesh.pipeline.size > 1:
-        for level in levels_of(network).values():
-            keep_stage(level, mesh.pipeline)
-    return cut_tensors(network, mesh.tensor, plan_of) if mesh.tensor.size > 1 else {}

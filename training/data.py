@@ -29,6 +29,8 @@ from evaluation.leaks import Leaks
 from runtime.reading import read_bytes
 from training.schedule import Schedule
 
+_FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
+
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
@@ -102,9 +104,16 @@ class RunData:
             Otherwise it has one right answer of each example, the label.
         seed: If an example has more than `num_answers` right answers, the seed selects some of them.
         """
-        options = {"rank": ranks.index, "world_size": ranks.size, "first_step": first_step}
-        options |= {"num_answers": num_answers, "seed": seed}
-        dataset = PuzzleDataset(self.dataset, "train", self.plan, **options)
+        dataset = PuzzleDataset(
+            self.dataset,
+            "train",
+            self.plan,
+            rank=ranks.index,
+            world_size=ranks.size,
+            first_step=first_step,
+            num_answers=num_answers,
+            seed=seed,
+        )
         return read_batches(dataset, device=device)
 
 
@@ -270,9 +279,6 @@ def _joins_repeats(config: PretrainConfig) -> bool:
             with contextlib.suppress(ValueError):  # a damaged checkpoint: `resume` takes an earlier one
                 return read_state(path).get("joins_repeats") is True
     return True
-
-
-_FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
 
 
 def build_plan(

@@ -15,10 +15,9 @@ import torch
 
 from config.schema import PretrainConfig
 from dataset.description import with_candidates
-from dataset.metadata import USUAL_SIZES, usual_metadata
+from dataset.metadata import USUAL_SIZES, Metadata, usual_metadata
 from dataset.mixture import open_datasets
 from distributed.backend import device_type
-from models import HaltingModel, build_model
 from models.blocks import block_weights
 from models.carry import Reasoning
 from models.flops import StepCounter
@@ -26,6 +25,7 @@ from optimizers.weights import SCALARS
 from training.cut import plan_of
 from training.data import build_plan, hold_out
 from training.layout import check_layout, layout_of
+from training.model import count_steps
 from training.schedule import Schedule
 
 _MB, _GB, _PETA = 10**6, 10**9, 10**15
@@ -46,7 +46,8 @@ class Needs:
     """Estimates the memory and the messages of a run. All numbers are means over the processes of the run.
 
     counter: Counts the operations of the model. sizes: Number of processes along each axis of the mesh, such
-    as {"pipeline": 1, "replicate": 4, "shard": 2, "tensor": 1}.
+    as {"pipeline": 1, "replicate": 4, "shard": 2, "tensor": 1}. `reasoning` of the methods: Settings of the
+    model's thinking, such as the number of cycles.
     """
 
     def __init__(self, config: PretrainConfig, counter: StepCounter, sizes: Mapping[str, int]):
@@ -94,8 +95,6 @@ class Needs:
         """Estimates the bytes of activations that one process saves for the backward pass of a micro-batch.
 
         A micro-batch is the part of the batch that one forward and backward pass computes.
-
-        reasoning: Settings of the model's thinking, such as the number of cycles.
         """
         of_block = _WHOLE + _SHARED.get(self._config.arch.name, _USUALLY_SHARED) / self._tensor
         if self._config.activation_checkpointing == "block":
@@ -108,10 +107,7 @@ class Needs:
         return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
     def slots_that_fit(self, num_bytes: float, reasoning: Reasoning) -> int:
-        """Estimates how many puzzles a process with `num_bytes` of memory can train at the same time.
-
-        reasoning: Settings of the model's thinking, such as the number of cycles.
-        """
+        """Estimates how many puzzles a process with `num_bytes` of memory can train at the same time."""
         of_slots = self.activations(reasoning) + self.memory()["carry"]
         fixed = sum(self.memory().values()) - self.memory()["carry"]
         return max(0, int((num_bytes - fixed) / of_slots * self.slots))
@@ -121,8 +117,6 @@ class Needs:
 
         Example of a purpose: "sums of gradients". The bytes of puzzle embeddings are an upper limit. Messages
         for metrics and gradient clipping are not counted.
-
-        reasoning: Settings of the model's thinking, such as the number of cycles.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(reasoning)
@@ -174,12 +168,14 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     Raises ValueError if the run cannot be divided among so many processes.
     """
     check_layout(config, world_size)
-    model, seq_len, num_steps, missing = _build(config)
-    network, sizes = model.network, layout_of(config, world_size)
-    counter = StepCounter(model, seq_len=seq_len)
-    needs = Needs(config, counter, sizes)
+    metadata, num_steps, missing = _read_data(config)
+    seq_len, sizes, counter = metadata.seq_len, layout_of(config, world_size), count_steps(config, metadata)
+    model, needs = counter.model, Needs(config, counter, sizes)
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one"
-    num_weights = sum(parameter.numel() for parameter in network.parameters())
+    num_weights = sum(parameter.numel() for parameter in model.network.parameters())
+    sizes_of_model = f"{num_weights:,} weights, {seq_len} tokens a puzzle"
+    if missing:
+        sizes_of_model += f"\ndataset not found: {missing}. Estimates assume puzzles of {seq_len} tokens."
     memory = needs.memory()
     memory["activations, about"] = needs.activations(model.reasoning)
     memory["together"] = sum(memory.values())
@@ -188,11 +184,7 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     return "\n".join(
         [
             f"{world_size} processes ({mesh}), {needs.slots:g} slots each",
-            f"{num_weights:,} weights, {seq_len} tokens a puzzle",
-            *(
-                f"dataset not found: {path}. Estimates assume puzzles of {seq_len} tokens."
-                for path in missing[:1]
-            ),
+            sizes_of_model,
             f"\n{'GB a process':<24}",
             *(f"{part:<24}{num_bytes / _GB:10.3g}" for part, num_bytes in memory.items()),
             *_describe_fit(config, needs, model.reasoning, world_size),
@@ -224,20 +216,14 @@ def _describe_fit(
     yield f"estimate: about {slots:,} slots fit into a process, with {num_bytes / _GB:.3g} GB on {where}"
 
 
-def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:
-    """Builds the model of a run on the meta device, which allocates no memory.
+def _read_data(config: PretrainConfig) -> tuple[Metadata, int | None, str | None]:
+    """Returns (sizes of the dataset, number of training steps, a missing dataset folder or None).
 
-    Returns (model, number of tokens of a puzzle, number of training steps, missing dataset folders). If a
-    dataset is missing, the sizes of the puzzles are assumed, and the number of steps may be None (unknown).
+    If a dataset is missing, the sizes are assumed, and the number of steps may be None (unknown).
     """
-    missing = [path for path in config.data_paths if not Path(path).is_dir()]
-    metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps
-    if not missing:
-        data = open_datasets([Path(path) for path in config.data_paths], read_everything=False)
-        data = with_candidates(data) if config.arch.finds_candidates else data
-        metadata = data.metadata
-        num_steps = Schedule(config, build_plan(config, data, hold_out(config, data)[0])).total_steps
-    with torch.device("meta"):
-        model = build_model(config.arch, metadata)
-    model.requires_grad_(config.train_only == "all")
-    return model, metadata.seq_len, num_steps, missing
+    if missing := next((path for path in config.data_paths if not Path(path).is_dir()), None):
+        return usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps, missing
+    data = open_datasets([Path(path) for path in config.data_paths], read_everything=False)
+    data = with_candidates(data) if config.arch.finds_candidates else data
+    plan = build_plan(config, data, hold_out(config, data)[0])
+    return data.metadata, Schedule(config, plan).total_steps, None

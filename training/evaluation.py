@@ -45,36 +45,44 @@ def evaluate(
         split with raw weights, "test/<folder>.<set>/" for `test_data_path`, and "validation/<set>/" for
         held-out puzzles.
     """
-    options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.table.fetch}
-    options |= {"ranks": state.ranks, "stages": state.mesh.pipeline}
-    if interruption is not None:
-        options["all_reduce_stop"] = interruption.all_reduce_request
+    all_reduce_stop = (lambda: False) if interruption is None else interruption.all_reduce_request
     reasoning = state.model.eval_reasoning(config.halting)
     data.warn_if_rebuilt()
-    eval_arguments = {"data": data.dataset, "evaluators": data.evaluators[0], "outputs": config.save_outputs}
-    passes = [("eval", "", eval_arguments), *([("eval_raw", "", eval_arguments)] if config.raw else [])]
+    # (start of the name, prefix of set names, dataset, evaluators, held-out puzzles or None)
+    passes = [("eval", "", data.dataset, data.evaluators[0], None)]
+    if config.raw:
+        passes.append(("eval_raw", "", data.dataset, data.evaluators[0], None))
     for (folder, dataset), evaluators in zip(data.tests.items(), data.evaluators[1:], strict=True):
-        passes.append(("test", f"{folder}.", {"data": dataset, "evaluators": evaluators}))
+        passes.append(("test", f"{folder}.", dataset, evaluators, None))
     if data.validation:
-        held_out = {"data": data.dataset, "split": "train", "puzzles": data.validation}
-        passes.append(("validation", "", held_out))
+        passes.append(("validation", "", data.dataset, None, data.validation))
     row = {}
-    for name, prefix, arguments in passes:
-        evaluators = arguments["evaluators"].fresh_copy() if "evaluators" in arguments else None
+    for name, prefix, dataset, evaluators, puzzles in passes:
+        has_files = name in ("eval", "eval_raw")
+        evaluators = None if evaluators is None else evaluators.fresh_copy()
         start = f"{name.removesuffix('_raw')}/{prefix}"
         found = data.leaks.found.items()
         leaks = {set_name.removeprefix(start): leak for set_name, leak in found if set_name.startswith(start)}
         with contextlib.nullcontext() if name == "eval_raw" else state.averaged():
             results = evaluate_split(
                 state.model,
+                dataset,
+                "test" if puzzles is None else "train",
                 global_batch_size=config.global_batch_size,
                 reasoning=reasoning,
-                **options,
-                **arguments | {"evaluators": evaluators, "leaks": leaks},
+                outputs=config.save_outputs if has_files else (),
+                evaluators=evaluators,
+                only_first_batches=only_first_batches,
+                puzzles=puzzles,
+                leaks=leaks,
+                all_reduce_stop=all_reduce_stop,
+                fetch_rows=state.table.fetch,
+                ranks=state.ranks,
+                stages=state.mesh.pipeline,
             )
         if results is None:
             return None
-        if arguments is eval_arguments and not only_first_batches:
+        if has_files and not only_first_batches:
             folder = Path(config.checkpoint_path) / name.replace("eval", "evaluation") / f"step_{state.step}"
             with collective_errors(), disk_errors_warn(folder):
                 write_outputs(folder, results)

@@ -4,18 +4,29 @@ import functools
 
 from config.schema import PretrainConfig
 from distributed import log
-from distributed.mesh import Mesh, describe_position, sizes_of
+from distributed.mesh import Mesh, describe_position
 from distributed.world import is_elastic, world_size
 
 
 def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
     """Returns the number of ranks along each axis of the mesh.
 
-    Example: {"pipeline": 1, "replicate": 4, "shard": 2, "tensor": 1} for `world_size` 8. Raises ValueError if
-    the degrees in the config do not divide `world_size`.
+    Example: {"pipeline": 1, "replicate": 4, "shard": 2, "tensor": 1} for `world_size` 8. The axis replicate
+    gets the ranks that remain. Raises ValueError if the degrees in the config do not divide `world_size`.
     """
-    shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
-    return sizes_of(world_size, pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
+    pipeline, tensor = config.pipeline_parallel_degree, config.tensor_parallel_degree
+    left, rest = divmod(world_size, pipeline * tensor)
+    if rest:
+        degrees = {"pipeline_parallel_degree": pipeline, "tensor_parallel_degree": tensor}
+        product = " x ".join(f"{key}={size}" for key, size in degrees.items() if size > 1)
+        raise ValueError(f"{product} does not divide the {world_size} processes. Change one of them.")
+    shard = {"auto": 1, -1: left}.get(config.data_parallel_shard_degree, config.data_parallel_shard_degree)
+    if left % shard:
+        raise ValueError(
+            f"data_parallel_shard_degree={shard} does not divide the {left} processes that pipeline and "
+            "tensor parallelism leave. Choose a divisor."
+        )
+    return {"pipeline": pipeline, "replicate": left // shard, "shard": shard, "tensor": tensor}
 
 
 def build_mesh(config: PretrainConfig) -> Mesh:

@@ -1,8 +1,5 @@
 """Builds this rank's part of the model of a run, initialized from the seed."""
 
-import dataclasses
-from typing import Any
-
 import torch
 
 from config.schema import PretrainConfig
@@ -11,59 +8,33 @@ from distributed.collectives import all_ranks
 from distributed.errors import collective_errors
 from distributed.mesh import Mesh
 from distributed.pipeline import Ring, pipe_levels
-from distributed.tensor import Cut
-from evaluation.compilation import compiles_on_all_ranks
+from distributed.tensor import Cut, cut_tensors
 from models import HaltingModel, build_model, recompute_blocks
 from models.blocks import block_weights, levels_of
-from models.compilation import COMPILER_OPTIONS, compile_blocks
 from models.flops import StepCounter
 from models.puzzle_embedding import PuzzleEmbedding
-from training.cut import cut
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalModel:
-    """The part of the model that this rank holds, for pipeline and tensor parallelism.
-
-    Attributes:
-        model: The model with the blocks and weights of this rank.
-        cuts: {name of a weight: which part of it this rank holds}, for weights that tensor-parallel ranks
-            divide.
-        shapes: {name: shape} of all weights, before ranks divide them.
-        compiler_options: Options of torch.compile for blocks and optimizer. If None, nothing is compiled.
-    """
-
-    model: HaltingModel
-    cuts: dict[str, Cut]
-    shapes: dict[str, tuple[int, ...]]
-    compiler_options: dict[str, Any] | None
-
-    def compile_(self) -> None:
-        """Compiles the blocks with torch.compile, unless `compiler_options` is None.
-
-        Call it after the weights have been moved to their final memory.
-        """
-        if self.compiler_options is not None:
-            compile_blocks(self.model)
+from training.cut import plan_of
 
 
 def build_local_model(
-    config: PretrainConfig, metadata: Metadata, mesh: Mesh, *, device: torch.device, total_steps: int
-) -> LocalModel:
+    config: PretrainConfig, metadata: Metadata, mesh: Mesh, *, device: torch.device
+) -> tuple[HaltingModel, dict[str, tuple[int, ...]], dict[str, Cut]]:
     """Builds the part of the model that this rank holds, on the device. All ranks call it.
 
-    The initial weights do not depend on the number of ranks.
+    Returns (model with the blocks and weights of this rank, {name: shape} of all weights before ranks divide
+    them, {name: part that this rank holds} of the weights that tensor-parallel ranks divide). The initial
+    weights do not depend on the number of ranks.
 
     metadata: Sizes of the dataset. `num_puzzle_identifiers` must be the number of puzzle embeddings that this
-    rank holds. mesh: Process groups of this rank. total_steps: Number of training steps of the run. With
-    compile=auto, only a long run is compiled.
+    rank holds. mesh: Process groups of this rank.
     """
-    compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps)
     with collective_errors():
         torch.manual_seed(config.seed)
         model = build_model(config.arch, metadata)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.network.named_parameters()}
-        cuts = cut(model.network, mesh)
+        if mesh.pipeline.size > 1:
+            pipe_levels(levels_of(model.network).values(), Ring(mesh.pipeline, mesh.owners))
+        cuts = cut_tensors(model.network, mesh.tensor, plan_of) if mesh.tensor.size > 1 else {}
         model = model.to(device)
         if config.train_only == "puzzle_embeddings":
             model.requires_grad_(False)
@@ -80,9 +51,7 @@ def build_local_model(
     )
     for name in sorted(blocks):  # one at a time, because `broadcast_` copies all its tensors
         mesh.replicas.broadcast_([named[name]])
-    if mesh.pipeline.size > 1:
-        pipe_levels(levels_of(network).values(), Ring(mesh.pipeline, mesh.owners))
-    return LocalModel(model, cuts, shapes, COMPILER_OPTIONS if compiles else None)
+    return model, shapes, cuts
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:

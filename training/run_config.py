@@ -58,8 +58,6 @@ def compose_run(
     check_data_folders(config.test_data_path or [], experiment=experiment, key="test_data_path")
     check_layout(config, processes or world_size())
     find_loggers(config)
-    if config.run_name is None and config.checkpoint_path is None:
-        config = config.model_copy(update={"run_name": draw_name()})
     return fix_format(name_run(config, experiment=experiment))
 
 
@@ -110,7 +108,7 @@ def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfi
     if run_name is None and config.checkpoint_path is not None:
         run_name = _as_name(Path(config.checkpoint_path).resolve().name)
     elif run_name is None:
-        run_name = coolname.generate_slug(2)
+        run_name = draw_name()
     data_name = _as_name(Path(config.data_path[0]).resolve().name)
     project_name = config.project_name or f"{config.arch.name}-{data_name}"
     checkpoint_path = config.checkpoint_path or str(Path("checkpoints") / project_name / run_name)

@@ -21,16 +21,18 @@ from distributed.errors import abort_all, collective_errors
 from distributed.mesh import Mesh
 from distributed.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
 from distributed.world import num_nodes
+from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel
 from models.blocks import block_weights
 from models.carry import Carry
+from models.compilation import COMPILER_OPTIONS, compile_blocks
 from models.objective import sum_names
 from optimizers.average import Average, build_average
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_flats, build_weights
 from training.layout import build_mesh
 from training.model import build_local_model
-from training.strategy import Strategy, build_strategy
+from training.strategy import EveryStep, LocalSteps, Strategy
 
 
 @dataclasses.dataclass
@@ -246,27 +248,30 @@ def build_first_state(
     )
     # The order matters: build this rank's part of the model, move the parameters into flat buffers, build the
     # optimizers and averages on the buffers, and compile last.
-    model = build_local_model(config, local_metadata, mesh, device=device, total_steps=total_steps or 0)
-    network = model.model.network
-    flats = build_flats(config, network, mesh, blocks=block_weights(network), cuts=model.cuts)
+    compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps or 0)
+    model, shapes, cuts = build_local_model(config, local_metadata, mesh, device=device)
+    network = model.network
+    flats = build_flats(config, network, mesh, blocks=block_weights(network), cuts=cuts)
     with collective_errors():
-        options = {"shapes": model.shapes, "compiler_options": model.compiler_options}
+        options = {"shapes": shapes, "compiler_options": COMPILER_OPTIONS if compiles else None}
         weights = build_weights(config, *flats, holders=mesh.holders, tensor=mesh.tensor, **options)
         table = build_table(config, network.puzzle_emb, num_rows, ranks)
         average = build_average(config, flats, total_steps=total_steps)
-        model.compile_()
+        if compiles:
+            compile_blocks(model)
+        strategy_class = EveryStep if config.local_steps == 1 else LocalSteps
         slots = slots_of(ranks, config.global_batch_size)
         objective = network.objective
         sums = (*sum_names(objective.metrics), "grad_norm", *sum_names(objective.training_metrics), "loss")
         return TrainState(
-            model=model.model,
+            model=model,
             weights=weights,
             table=table,
             average=average,
-            strategy=build_strategy(
-                config, model.model, weights, table, tensor=mesh.tensor, total_steps=total_steps
+            strategy=strategy_class(
+                config, model, weights, table, tensor=mesh.tensor, total_steps=total_steps
             ),
-            carry=model.model.blank_carry(len(slots), seq_len=metadata.seq_len, device=device),
+            carry=model.blank_carry(len(slots), seq_len=metadata.seq_len, device=device),
             slots=slots,
             num_slots=config.global_batch_size,
             mesh=mesh,

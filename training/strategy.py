@@ -6,16 +6,15 @@ pass, `reduce_gradients`, and after the update `synchronize`.
 """
 
 import contextlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
-from distributed.collectives import ALONE, Ranks
+from distributed.collectives import Ranks
 from distributed.shards import Tensors, shard_of_own
-from distributed.sync import GradientSync, build_gradient_sync
+from distributed.sync import build_gradient_sync
 from optimizers.puzzle_table import PuzzleTable
 from optimizers.weights import Weights
 
@@ -47,12 +46,12 @@ class Strategy:
     All ranks call the methods together.
 
     Args:
-        syncs: Objects that sum gradients over ranks, one for each of `weights.flats` (a group of parameters).
-        weights: Dense weights of this rank.
+        config: Config of the run.
+        model: Model of this rank.
+        weights: Dense weights of `model`, which are all weights except puzzle embeddings.
         table: Puzzle embeddings of this rank.
-        batch_size: Number by which the loss is divided: the global batch size. With local steps, this rank's
-            part of it.
         tensor: Ranks that process the same puzzles (tensor parallelism).
+        total_steps: Number of steps of the run. If None, it is unknown.
 
     Attributes:
         model: Module to call in the forward pass: the model, or the DistributedDataParallel that wraps it.
@@ -61,17 +60,21 @@ class Strategy:
 
     def __init__(
         self,
-        syncs: Sequence[GradientSync],
+        config: PretrainConfig,
+        model: nn.Module,
         weights: Weights,
         table: PuzzleTable,
         *,
-        batch_size: int,
-        tensor: Ranks = ALONE,
+        tensor: Ranks,
+        total_steps: int | None,
     ):
-        self._syncs, self._weights, self._table = syncs, weights, table
-        self._tensor = tensor
-        self._ranks = syncs[0].flat.ranks
-        self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
+        options = {key: getattr(config, key) for key in ("sync", "bucket_size_mb", "sync_dtype")}
+        self._syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
+        self._weights, self._table, self._tensor = weights, table, tensor
+        self._ranks = weights.flats[0].ranks
+        self.name, self.model = self._syncs[0].name, self._syncs[0].model
+        self._batch_size = config.global_batch_size  # the loss is divided by it
+        self._interval = {"local_steps": config.local_steps, "total_steps": total_steps}
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Returns the numbers by which the loss is divided, such as {"slots": 768, "digit_cells": 5000.0}.
@@ -103,7 +106,7 @@ class Strategy:
         """Runs the backward pass of a micro-batch. It adds to the gradients of this step."""
         with contextlib.ExitStack() as stack:
             for sync in self._syncs:
-                stack.enter_context(sync.attached())
+                stack.enter_context(sync.flat.gradients_attached())
             loss.backward()
 
     def reduce_gradients(self, *, step: int) -> None:
@@ -172,31 +175,18 @@ class LocalSteps(Strategy):
         weights = anchor - outer_lr * (change + outer_momentum * momentum)
 
     With outer_lr=1 and outer_momentum=0, the result is the mean of the weights (LocalSGD, arXiv 1805.09767).
-    DiLoCo (arXiv 2311.08105) uses 0.7 and 0.9. The optimizer state of each rank does not change.
-
-    batch_size: Number of examples in this rank's part of the batch. total_steps: Number of steps of the run.
-    The last step also ends with common weights. If None, it is unknown. lr: `outer_lr` in these formulas.
-    momentum: `outer_momentum`.
+    DiLoCo (arXiv 2311.08105) uses 0.7 and 0.9. The optimizer state of each rank does not change. The last
+    step of the run also ends with common weights.
     """
 
-    def __init__(
-        self,
-        syncs: Sequence[GradientSync],
-        weights: Weights,
-        table: PuzzleTable,
-        *,
-        batch_size: int,
-        local_steps: int,
-        total_steps: int | None,
-        lr: float,
-        momentum: float,
-    ):
-        super().__init__(syncs, weights, table, batch_size=batch_size)
-        (self._sync,) = syncs
-        self._lr, self._decay = lr, momentum
-        self._interval = {"local_steps": local_steps, "total_steps": total_steps}
+    def __init__(self, config: PretrainConfig, *arguments: Any, **options: Any):
+        super().__init__(config, *arguments, **options)
+        (self._sync,) = self._syncs
+        self._batch_size, rest = divmod(config.global_batch_size, self._ranks.size)
+        assert not rest, "the mean of all weights counts every rank alike"
+        self._lr, self._decay = config.outer_lr, config.outer_momentum
         self._anchor = self._master_weights.clone()
-        self._momentum = torch.zeros_like(self._anchor) if momentum else None
+        self._momentum = torch.zeros_like(self._anchor) if self._decay else None
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         return self._sync.micro_batch(is_last=False)
@@ -239,33 +229,6 @@ class LocalSteps(Strategy):
 
     def tensors(self) -> Tensors:
         return {} if self._momentum is None else dict(self._sync.flat.views(self._momentum))
-
-
-def build_strategy(
-    config: PretrainConfig,
-    model: nn.Module,
-    weights: Weights,
-    table: PuzzleTable,
-    *,
-    tensor: Ranks,
-    total_steps: int | None,
-) -> Strategy:
-    """Returns `EveryStep` if the config key `local_steps` is 1, otherwise `LocalSteps`. All ranks call it.
-
-    weights: Weights of `model` on this rank, except puzzle embeddings.
-    table: Puzzle embeddings.
-    tensor: Ranks that process the same puzzles (tensor parallelism).
-    total_steps: Number of steps of the run. If None, it is unknown.
-    """
-    options = {key: getattr(config, key) for key in ("sync", "bucket_size_mb", "sync_dtype")}
-    syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
-    if config.local_steps == 1:
-        return EveryStep(syncs, weights, table, batch_size=config.global_batch_size, tensor=tensor)
-    local_size, rest = divmod(config.global_batch_size, weights.flats[0].ranks.size)
-    assert not rest, "the mean of all weights counts every rank alike"
-    interval = {"local_steps": config.local_steps, "total_steps": total_steps}
-    outer = {"lr": config.outer_lr, "momentum": config.outer_momentum}
-    return LocalSteps(syncs, weights, table, batch_size=local_size, **interval, **outer)
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:

@@ -113,9 +113,10 @@ def _environment_disables_wandb() -> bool:
 
 
 class Loggers:
-    """All loggers of a run as one object. It passes every call to all of them.
+    """All loggers of a run as one object.
 
-    On ranks other than 0, its methods do nothing.
+    `log`, `log_puzzles`, `log_checkpoint`, `step_done` and `set_activity` call this method of every logger
+    that has it (`Logger`). On ranks other than 0, they do nothing.
     """
 
     def __init__(self, run: LoggedRun):
@@ -140,22 +141,18 @@ class Loggers:
         return any(hasattr(logger, "log_puzzles") for logger in self._all)
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Logs the metrics of a training step. Call it at most once for each step."""
         self._call("log", step, metrics)
 
     def log_puzzles(self, step: int, thoughts: "Thoughts") -> None:
-        """Logs pictures of puzzles. Call it before `log` of the same step."""
         self._call("log_puzzles", step, thoughts)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Tells the loggers that a checkpoint is complete. folder: Folder of the checkpoint."""
         self._call("log_checkpoint", folder)
 
     def step_done(self) -> None:
         self._call("step_done")
 
     def set_activity(self, name: str) -> None:
-        """Passes to the loggers what the run does now, such as "evaluating". The console shows it."""
         self._call("set_activity", name)
 
     def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
