@@ -30,7 +30,6 @@ from models import HaltingModel
 from models.carry import Reasoning, StepOutput
 from models.network import Network
 from models.objective import correct_sequences, divide, sum_names
-from models.search import Search
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +135,7 @@ def evaluate_split(
             sums[name] = _SetSums(network, device, ranks, num_steps=num_steps, outputs=outputs, leak=leak)
             if settings is not None:
                 rules = evaluators.rules_of(name) if evaluators else None
-                sums[name].scores = Scores(settings, rules=rules, is_search=isinstance(network, Search))
+                sums[name].scores = Scores(settings, rules=rules, is_search=network.is_search)
             bar = Progress(
                 desc=f"evaluating {name}",
                 total=puzzle_set.num_examples if puzzles is None else None,
@@ -308,7 +307,7 @@ class _SetSums:
 
 def _answers(network: Network, final: StepOutput) -> Answers:
     data, is_decided = final.carry.data, None
-    if isinstance(network, Search):
+    if network.is_search:
         is_decided = network.wants_to_halt(final.carry.state, final.prediction)[data.is_real].cpu().numpy()
     preds, q_halt = _output("preds", final), final.prediction.q_halt
     columns = (data.inputs, data.labels, data.puzzle_identifiers, preds, q_halt)

@@ -33,7 +33,6 @@ from evaluation.test_time import (
 from evaluation.trace import Trace, trace_step
 from models import HaltingModel
 from models.carry import Carry, Reasoning, StepOutput
-from models.search import Search
 
 _FIRST_SAMPLES, _WIDEN_STEPS = 8, 16  # of a search
 _NOISE = 0.3  # the default for several samples, as in PTRM
@@ -142,7 +141,7 @@ def answer_puzzle(
     config = config.model_copy(update={"noise": _noise(model, config)})
     max_steps = config.steps or model.eval_reasoning(config.halting).max_steps
     reasoning = reasoning_of_samples(model, config, max_steps=max_steps, num_samples=config.samples)
-    is_search = isinstance(model.network, Search)
+    is_search = model.network.is_search
 
     traces: list[tuple[np.ndarray, Trace]] = []  # after each step: its attempts, and their trace
     batch = _batch_of(puzzle, identifier, row).to(device)

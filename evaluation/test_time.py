@@ -25,7 +25,6 @@ from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput, where
 from models.network import Network
 from models.random import SlotRng
-from models.search import Search
 
 _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of last steps
 
@@ -41,7 +40,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
     samples = sorted(config.samples)
     reasoning = reasoning_of_samples(model, config, max_steps=steps[-1], num_samples=samples[-1])
     selects = tuple(config.select)
-    if isinstance(model.network, Search):
+    if model.network.is_search:
         selects = ("first_to_halt",)
     elif config.retry_samples is not None:
         raise ValueError("retry_samples is for models that search. This one does not. Remove it.")
@@ -66,7 +65,7 @@ def reasoning_of_samples(
     of_search = {name: getattr(config, name) for name in searches}
     of_flow = {"sde_noise": config.sde_noise}
     named = {name: value for name, value in (noises | of_flow | of_search).items() if value is not None}
-    known = of_search if isinstance(network, Search) else noises if keeps_state(network) else {}
+    known = of_search if network.is_search else noises if keeps_state(network) else {}
     if isinstance(network.arch, FlowConfig):
         known = known | of_flow
     if refused := [name for name in named if name not in known]:
@@ -75,7 +74,7 @@ def reasoning_of_samples(
         raise ValueError(f"{refused[0]} is for models that {what}. This one does not. Remove it.")
     named["step_noise"] = named.pop("noise", 0.0)
     selects = {config.select} if isinstance(config.select, str) else set(config.select)
-    if isinstance(network, Search) and (extra := selects - {"q_head", "first_to_halt"}):
+    if network.is_search and (extra := selects - {"q_head", "first_to_halt"}):
         effect = "has no effect in a search: the sample that halts first gives the answer"
         raise ValueError(f"select={min(extra)} {effect}. Remove it.")
     reasoning = dataclasses.replace(model.eval_reasoning(config.halting), max_steps=max_steps, **named)
@@ -93,7 +92,7 @@ def needs_draws(network: Network, reasoning: Reasoning) -> bool:
 
 
 def keeps_state(network: Network) -> bool:
-    return isinstance(network, Search) or bool(network.initial_state(1, seq_len=1))
+    return network.is_search or bool(network.initial_state(1, seq_len=1))
 
 
 def build_draw(
@@ -282,7 +281,7 @@ def _run_settings(
     attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
     numbers = {"num_samples": num_samples, "first_sample": first_sample}
     draw = build_draw(model.network, reasoning, seed=seed, **numbers)
-    race = Race(settings.samples) if isinstance(model.network, Search) and not runs_all else None
+    race = Race(settings.samples) if model.network.is_search and not runs_all else None
     needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in settings.selects))
     waiting: dict[int, list[StepOutput]] = {
         num_steps: [] for num_steps in settings.steps

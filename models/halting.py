@@ -54,10 +54,6 @@ if TYPE_CHECKING:
     from models.network import Network
 
 
-def q_head_wants_to_halt(prediction: Prediction, arch: ArchConfig) -> Tensor:
-    return prediction.q_halt > (0 if arch.no_ACT_continue else prediction.q_continue)
-
-
 def sample_exploration(
     arch: ArchConfig, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
 ) -> dict[str, np.ndarray]:

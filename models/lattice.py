@@ -49,8 +49,8 @@ from torch import Tensor
 from config.architecture import LDTConfig
 from models.carry import Reasoning, State, where
 from models.random import SlotRng
-from models.search import NO_GUESS
 
+NO_GUESS, RESET = -1, -2  # in place of a guessed cell. RESET: the board was reset to its start
 SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
 

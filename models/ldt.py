@@ -60,12 +60,12 @@ from dataset.loader import Batch
 from dataset.metadata import IGNORE_LABEL_ID, Metadata, columns_of
 from models.blocks import Level
 from models.carry import Reasoning, State, where
-from models.lattice import CONTRADICTORY, SOLVED, Outputs, leaves, move, start_boards, with_hints
+from models.lattice import CONTRADICTORY, RESET, SOLVED, Outputs, leaves, move, start_boards, with_hints
 from models.layers import Attention, Dropout, LayerNorm, Linear, grid_angles, rotary_table
 from models.ldt_objective import BoardObjective
 from models.ldt_symmetry import BoardSymmetry
+from models.network import Network
 from models.random import SlotRng
-from models.search import RESET, Search, SearchView
 
 
 class LDTPrediction(NamedTuple):
@@ -123,7 +123,7 @@ class PreNormBlock(nn.Module):
         return h + of_mlp(self.down_proj(F.gelu(self.up_proj(self.norm2(h)))))
 
 
-class LDT(Search):
+class LDT(Network):
     """The network of LDT (arXiv 2605.08605). Its state is the candidates of each cell.
 
     A board is a puzzle with candidates, the values that are still possible in each cell. A call of the
@@ -151,6 +151,7 @@ class LDT(Search):
     """
 
     objective_class = BoardObjective
+    is_search = is_random = True
     of_data = ("candidates", "symmetries")
 
     def __init__(self, arch: LDTConfig, metadata: Metadata):
@@ -202,6 +203,12 @@ class LDT(Search):
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
+        """Returns a copy of the metadata of a dataset, with the facts that the network needs.
+
+        Example: which labels a cell may have, by its input token. The files of a dataset do not contain them.
+
+        weights: State dict of a trained network. The tensors with names in `of_data` contain the facts.
+        """
         table = weights["candidates"][: metadata.vocab_size, : metadata.vocab_size]
         candidates = tuple(table.flatten().nonzero().flatten().tolist())
         may_turn, may_permute = map(bool, weights["symmetries"])
@@ -225,11 +232,16 @@ class LDT(Search):
         answers = torch.where(self.values[indices] == answers, indices, -1).to(torch.int16)
         return start_boards(entered, solution, answers)
 
-    def view(self, state: State) -> SearchView:
+    def view(self, state: State) -> tuple[Tensor, Tensor]:
+        """Returns the candidates of each cell and the last guess, for display.
+
+        The first is bool [batch, seq_len, vocab]. The second is the guessed cell, NO_GUESS or RESET, int16
+        [batch].
+        """
         candidates = state["alive"].new_zeros(*state["alive"].shape[:2], len(self.candidates))
         candidates[..., self.values] = state["alive"]
         guess = torch.where(state["outcome"] == CONTRADICTORY, RESET, state["guess"])
-        return SearchView(candidates.bool(), guess)
+        return candidates.bool(), guess
 
     # Halting.
 
@@ -314,6 +326,7 @@ class LDT(Search):
         return torch.cat((table[None], self.cls_pos), dim=1)
 
     def facts(self) -> dict[str, Any]:
+        """Returns the constants with which a web page runs the search: {name: value for JSON}."""
         return {
             "values": self.values.tolist(),
             "candidates": self.candidates[:, self.values].tolist(),  # of each token

@@ -17,7 +17,7 @@ from config.architecture import ArchConfig, TokenConfig
 from dataset.loader import Batch
 from dataset.metadata import Metadata
 from models.carry import Prediction, Reasoning, State
-from models.halting import q_head_wants_to_halt, sample_exploration
+from models.halting import sample_exploration
 from models.layers import Embedding, Linear, rotary_angles, rotary_table
 from models.noise import with_initial_noise
 from models.objective import Objective
@@ -39,8 +39,11 @@ class Network(nn.Module):
     Attributes:
         objective: The loss and the metrics, an instance of `objective_class`.
         undecayed: Names of the parameters without weight decay.
-        is_search: Whether the network searches for the answer in an evaluation (`models.search.Search`).
+        is_search: Whether an evaluation is a search for the answer, as in LDT. Each call is one step of the
+            search, and the slot halts if the search has found an answer. If several searches run on a puzzle,
+            the first one to finish gives the answer.
         is_random: Whether every evaluation needs random numbers.
+        of_data: Names of the tensors in a checkpoint that describe the training data, such as "candidates".
         boards_per_slot: Number of puzzles that a batch position stores in training. Each training step works
             on one of them.
         num_answers: Largest number of right answers of a puzzle that training uses. If 1, it uses the label.
@@ -52,6 +55,7 @@ class Network(nn.Module):
     undecayed: ClassVar[tuple[str, ...]] = ()
     is_search: ClassVar[bool] = False
     is_random: ClassVar[bool] = False
+    of_data: ClassVar[tuple[str, ...]] = ()
     boards_per_slot: int = 1
     num_answers: int = 1
     puzzle_emb: PuzzleEmbedding | None
@@ -116,7 +120,7 @@ class Network(nn.Module):
         state, prediction: Results of the call. rng: Random numbers of the call. None in an evaluation without
         noise.
         """
-        return q_head_wants_to_halt(prediction, self.arch)
+        return prediction.q_halt > (0 if self.arch.no_ACT_continue else prediction.q_continue)
 
     def sample_randomness(
         self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning

@@ -25,7 +25,6 @@ from evaluation.known import find_match, known_puzzles
 from evaluation.trace import Trace, record_trace
 from models import HaltingModel
 from models.compilation import eager_blocks
-from models.search import Search
 
 MAX_PICTURES_BYTES = 3_500_000  # size in base64; a page should stay below 5 MB
 _MOST_OF_SEARCH = 40  # puzzles; each search takes a hundred steps or more
@@ -129,7 +128,7 @@ def trace_puzzles(
     puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     sets = data.splits["test"].sets
-    if isinstance(model.network, Search):
+    if model.network.is_search:
         num_puzzles = min(num_puzzles, _MOST_OF_SEARCH)
     cells = model.eval_reasoning("max").max_steps * data.metadata.seq_len
     num_puzzles = max(1, min(num_puzzles, _MOST_CELLS // cells))
