@@ -35,13 +35,8 @@ class Block(nn.Module):
         mlp_t: SwiGLU | None = None,
     ):
         super().__init__()
-        mixes_otherwise = self_attn is not None or conv is not None
-        assert (mlp_t is not None) != mixes_otherwise, (
-            "pass only mlp_t, or at least one of self_attn and conv"
-        )
         self.self_attn, self.conv, self.mlp_t = self_attn, conv, mlp_t
-        self.mlp = mlp
-        self.eps = eps
+        self.mlp, self.eps = mlp, eps
 
     def forward(self, h: Tensor, rotary: Tensor | None) -> Tensor:
         if self.mlp_t is None:

@@ -69,10 +69,7 @@ from models.random import SlotRng
 
 
 class LDTPrediction(NamedTuple):
-    """The output of one call of LDT: the answer, and the logits of the network.
-
-    Each cell of a puzzle has candidates, the values that are still possible. The network reads the
-    candidates, and the call then changes them.
+    """The output of one call of LDT: the answer after the move, and the logits of the network before it.
 
     Attributes:
         logits: Logits of the answer, [batch, seq_len, vocab], from the candidates after the call.
@@ -124,11 +121,10 @@ class PreNormBlock(nn.Module):
 
 
 class LDT(Network):
-    """The network of LDT (arXiv 2605.08605). Its state is the candidates of each cell.
+    """The network of LDT (arXiv 2605.08605). Its state is a board: the possible values of each cell.
 
-    A board is a puzzle with candidates, the values that are still possible in each cell. A call of the
-    network removes candidates, or guesses the value of a cell. `look` computes the logits for this from
-    boards, [batch, cells, values]:
+    A call of the network removes candidates, the possible values, or guesses the value of a cell. `look`
+    computes the logits for this from boards, [batch, cells, values]:
 
         h = h0 = input_proj(board)                  [batch, cells, hidden]
         loops times:
@@ -138,9 +134,8 @@ class LDT(Network):
             keep, digit = keep_head(h), digit_head(h)
             conflict = conflict_head(u at cls)
 
-    [ , ] concatenates along the positions. cls is a learned vector. keep and digit are logits of each value
-    of each cell, and conflict is a logit of the board (`models.lattice.Outputs`). All loops have gradient.
-    The loss uses the logits of all loops. The call uses the logits of the last loop to change the board.
+    [ , ] concatenates along the positions. cls is a learned vector. `models.lattice.Outputs` describes the
+    logits. The loss uses those of all loops. The move uses those of the last loop.
 
     Attributes:
         values: Tokens that occur in labels of the training data, int64 [values]. The axis "values" of boards
@@ -287,10 +282,10 @@ class LDT(Network):
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
-        """Runs the network on boards (puzzles with candidates). Returns its logits after each loop.
+        """Runs the network on boards. Returns its logits after each loop.
 
-        If `rng` is passed, each board is first transformed by a random symmetry (`BoardSymmetry`). Example:
-        the grid is rotated, and the values are permuted. The logits are transformed back.
+        If `rng` is passed, each board is first transformed by a random symmetry (`BoardSymmetry`), and the
+        logits are transformed back.
 
         alive: Candidates, uint8 [batch, cells, values]. loops: How often the data pass through the blocks.
         dropout: Dropout probability. If it is not 0, `rng` is needed.

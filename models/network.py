@@ -24,10 +24,6 @@ from models.objective import Objective
 from models.puzzle_embedding import PuzzleEmbedding
 from models.random import SlotRng
 
-# Initially q_halt and q_continue are both -5. So no slot halts early, whether the rule is q_halt > 0 or
-# q_halt > q_continue.
-_Q_HEAD_BIAS = -5.0
-
 
 class Network(nn.Module):
     """The base class of networks. Each model has a subclass, the `NETWORK` of its file.
@@ -62,8 +58,9 @@ class Network(nn.Module):
 
     def __init__(self, arch: ArchConfig):
         super().__init__()
+        assert arch.forward_dtype != "auto", "replace forward_dtype=auto by bfloat16 or float32 first"
         self.arch, self.objective = arch, self.objective_class(arch)
-        self.dtype, self.puzzle_emb = dtype_of(arch), None
+        self.dtype, self.puzzle_emb = getattr(torch, arch.forward_dtype), None
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         """Returns the state before the first call on a puzzle: {name: tensor [batch_size, ...]}.
@@ -113,9 +110,8 @@ class Network(nn.Module):
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
         """Returns the puzzles on which the network wants to stop after a call: bool [batch].
 
-        By default, these are the puzzles with q_halt > 0, where the answer is more likely right than wrong.
-        With arch.no_ACT_continue=false, they are those with q_halt > q_continue. `HaltingModel.halts` also
-        applies the smallest and the largest number of calls.
+        The Q head decides by default (models/halting.py). `HaltingModel.halts` also applies the smallest and
+        the largest number of calls.
 
         state, prediction: Results of the call. rng: Random numbers of the call. None in an evaluation without
         noise.
@@ -202,9 +198,6 @@ class TokenNetwork(Network):
     def answer(self, z_H: Tensor) -> Prediction:
         """Applies the output layers to a hidden state. Returns logits, q_halt and q_continue.
 
-        The logits are [batch, seq_len, vocab]. q_halt and q_continue decide when the model stops working on a
-        puzzle.
-
         z_H: Hidden state after a call of the network, [batch, positions, hidden].
         """
         logits = self.lm_head(z_H)[:, self.num_puzzle_positions :]
@@ -213,43 +206,27 @@ class TokenNetwork(Network):
     def q_values(self, z_H: Tensor) -> tuple[Tensor, Tensor]:
         """Returns q_halt and q_continue, each float32 [batch].
 
-        q_halt is the logit of the probability that the answer is right. q_continue predicts how good the
-        answer of a further call would be. They decide whether the model stops working on a puzzle
-        (models/halting.py).
-
-        They are computed from position 0 of z_H. If a convolution replaces attention (arch.conv=instead),
-        they are computed from the mean over all positions, because position 0 then depends only on cells near
-        it.
-
-        z_H: Hidden state, [batch, positions, hidden].
+        `models.carry.Prediction` describes them. They are computed from position 0 of z_H, [batch, positions,
+        hidden]. If a convolution replaces attention (arch.conv=instead), they are computed from the mean over
+        all positions, because position 0 then depends only on the cells near it.
         """
-        # With conv=instead, position 0 depends only on the cells near it.
         read = z_H.mean(dim=1) if self.arch.conv == "instead" else z_H[:, 0]
         q = self.q_head(read).float()
         return q[:, 0], q[:, 1]
 
 
 def build_q_head(width: int) -> Linear:
-    """Builds the output layer for two logits that decide when a puzzle halts.
+    """Builds the output layer for q_halt and q_continue, the logits that decide when a puzzle halts.
 
-    The logits are q_halt and q_continue. Initially both are -5 for every hidden state, so puzzles do not halt
-    early.
+    Initially both are -5 for every hidden state. So no slot halts early, whether the rule is q_halt > 0 or
+    q_halt > q_continue.
     """
     q_head = Linear(width, 2, bias=True)
     nn.init.zeros_(q_head.weight)
-    nn.init.constant_(q_head.bias, _Q_HEAD_BIAS)
+    nn.init.constant_(q_head.bias, -5.0)
     return q_head
 
 
 def gradient_if(has_gradient: bool) -> contextlib.AbstractContextManager:
     """Returns `torch.no_grad()` if `has_gradient` is False, else a context manager without effect."""
     return contextlib.nullcontext() if has_gradient else torch.no_grad()
-
-
-def dtype_of(arch: ArchConfig) -> torch.dtype:
-    """Returns the dtype of activations: torch.bfloat16 or torch.float32.
-
-    It is the value of arch.forward_dtype, which must not be "auto".
-    """
-    assert arch.forward_dtype != "auto", "replace forward_dtype=auto by bfloat16 or float32 first"
-    return getattr(torch, arch.forward_dtype)
