@@ -5,6 +5,8 @@ result.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +62,7 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
             return match
     trained, num = (checkpoint.dataset_info or {}).get("metadata"), data.metadata.num_puzzle_identifiers
     has_other_size = isinstance(trained, dict) and trained.get("num_puzzle_identifiers", num) != num
-    if not has_other_size and not _is_training_data(checkpoint, data):
+    if not has_other_size and not is_trained_on(checkpoint, data.folders):
         names = ", ".join(map(str, data.folders))
         where = checkpoint if model is None else names
         log.warning(
@@ -71,12 +73,10 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def check_same_rows(trained: Dataset, data: Dataset) -> None:
-    """Raises ValueError if a test puzzle has another number in the training data.
+    """Raises ValueError if a test puzzle is missing in the training data, or has another number there.
 
-    Also raises ValueError if a test puzzle does not occur in the training data. The number of a puzzle
-    ("puzzle identifier") is the row of its learned embedding, so the model would use a wrong embedding.
-    Puzzles are compared by name and, in ARC, by content. Does nothing if one of the datasets does not store
-    the names of its puzzles.
+    The number of a puzzle ("puzzle identifier") is the row of its learned embedding, so the model would use a
+    wrong embedding. Does nothing if one of the datasets does not store the names of its puzzles.
 
     trained: Dataset that the model is trained on.
     data: Dataset that contains the test puzzles (config key `test_data_path`).
@@ -94,9 +94,10 @@ def check_same_rows(trained: Dataset, data: Dataset) -> None:
         )
 
 
-def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
+def is_trained_on(checkpoint: Checkpoint, folders: Sequence[Path]) -> bool:
+    """Returns whether dataset folders contain exactly the data of the training. False if it is unknown."""
     try:
-        return checkpoint.fingerprint is not None and checkpoint.fingerprint == fingerprint_of(data.folders)
+        return checkpoint.fingerprint is not None and checkpoint.fingerprint == fingerprint_of(folders)
     except (ValueError, OSError):  # no training split
         return False
 
@@ -108,9 +109,8 @@ class Known(NamedTuple):
         data: The dataset, without the test sets that contain no known puzzle.
         puzzles: {test set: indices of the known puzzles, int64 [n], ascending}. If None, all puzzles are
             known.
-        metrics: {test set: {metric: number}}. Examples of metrics: "identifiers_common" is the number of
-            puzzle identifiers that have an embedding, "identifiers_missing" the number of those that have
-            none.
+        metrics: {test set: {metric: number}}. Example of a metric: "identifiers_missing" is the number of
+            puzzle identifiers without an embedding.
     """
 
     data: Dataset

@@ -75,7 +75,7 @@ class Step:
 class Answer(Step):
     """The model's final answer to a puzzle, and its answer after each model call.
 
-    The fields of `Step` describe the final answer. A step is one call of the model.
+    The fields of `Step` describe the final answer.
 
     puzzle         The puzzle.
     style          How the puzzle is drawn: symbols and colors.
@@ -208,8 +208,7 @@ def _first_to_halt(
 ) -> int:
     """Runs a search model (LDT) on one puzzle several times, until the first run halts.
 
-    Returns the index of this run, or -1 if none halts. The runs ("samples") have different random numbers.
-    Only _FIRST_SAMPLES of them start at first. Their number doubles every _WIDEN_STEPS calls of the model.
+    Returns the index of this run, or -1 if none halts. The docstring of this file says when runs start.
 
     batch: Batch that contains only the puzzle.
     num_samples: Largest number of runs.

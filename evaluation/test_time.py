@@ -32,9 +32,8 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
     """Reads from the config of evaluate.py how to run each puzzle.
 
-    Returns two objects. The first contains settings such as noise, early halting, and the largest number of
-    calls of the model. The second contains the numbers of calls and of runs to compare, or is None if there
-    is nothing to compare. Raises ValueError if an option does not fit the model.
+    The second result contains the numbers of calls and of runs to compare. It is None if there is nothing to
+    compare. Raises ValueError if an option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -213,17 +212,12 @@ def run_settings(
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
     """Runs every puzzle several times, and yields the outputs when all its runs have ended.
 
-    Each run of a puzzle is called a sample. The samples differ in their random numbers. Only the largest
-    numbers of calls and samples in `scores.settings` are run. While they run, `scores` also counts the right
-    answers for the smaller numbers.
+    While they run, `scores` also counts the right answers for smaller numbers of calls and samples. Whenever
+    some puzzles have ended, yields a tuple of three parts:
 
-    For each puzzle, the first rule in `scores.settings.selects` then selects the sample that gives its
-    answer. Whenever some puzzles have ended, yields a tuple of three parts:
-
-    - outputs of the selected samples, one for each puzzle
+    - outputs of the samples that the first rule in `scores.settings.selects` selects, one for each puzzle
     - outputs of all samples, ordered by puzzle
-    - index of the selected sample of each puzzle, int64 [puzzles]. -1 means that a search model (LDT) has no
-      answer
+    - index of the selected sample of each puzzle, int64 [puzzles]. -1 means that a search has no answer
 
     With `scores.settings.retry_samples`, puzzles without an answer run again at the end, with other random
     numbers. Their outputs are those of the second run.
@@ -232,10 +226,9 @@ def run_settings(
     num_slots: Batch size of this rank. Each sample takes one position of the batch.
     vocab_size: Number of different tokens.
     scores: Receives the counts. `scores.settings` has the numbers of calls and of samples.
-    runs_all: Whether all samples of a search model (LDT) run to their end. If False, the first sample that
-    halts stops the other samples of its puzzle.
-    on_step: Function that is called after each model call, with the same arguments as `on_step` of
-    `answer_batches`.
+    runs_all: Whether all samples of a search (LDT) run to their end. If False, the first sample that halts
+    stops the other samples of its puzzle.
+    on_step: As in `answer_batches`.
     """
     options = {"seed": seed, "num_slots": num_slots, "vocab_size": vocab_size, "runs_all": runs_all}
     options["on_step"] = on_step
@@ -283,18 +276,15 @@ def _run_settings(
     draw = build_draw(model.network, reasoning, seed=seed, **numbers)
     race = Race(settings.samples) if model.network.is_search and not runs_all else None
     needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in settings.selects))
-    waiting: dict[int, list[StepOutput]] = {
-        num_steps: [] for num_steps in settings.steps
-    }  # attempts by their steps
+    waiting: dict[int, list[StepOutput]] = {num_steps: [] for num_steps in settings.steps}
 
     def collect(output: StepOutput, halts: Tensor) -> None:
         carry = output.carry
         needed_state = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
-        for num_steps, parts in waiting.items():
+        for num_steps, parts in waiting.items():  # the attempts that have made num_steps steps
             # A sample that has halted counts for all larger numbers of steps, too.
             is_here = (carry.steps == num_steps) | (carry.halted & (carry.steps < num_steps))
-            if (is_here & carry.data.is_real).any():
-                slots = (is_here & carry.data.is_real).nonzero().flatten()
+            if len(slots := (is_here & carry.data.is_real).nonzero().flatten()):
                 parts.append(output._replace(carry=carry._replace(state=needed_state)).select(slots))
         on_step(output, halts)
 
@@ -319,13 +309,12 @@ def _run_settings(
 
 
 def _pop_complete(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Removes the puzzles that have outputs of all their samples (runs), and joins these outputs.
+    """Removes the puzzles that have outputs of all their samples from `parts`, and joins these outputs.
 
     The result is ordered by puzzle, then by sample. Its `carry.data.rows` contains indices of puzzles.
     Returns None if no puzzle has outputs of all its samples.
 
-    parts: Outputs of samples, in any order. The removed outputs are deleted from this list.
-    num_samples: Number of samples of each puzzle.
+    parts: Outputs of samples, in any order.
     """
     if not parts:
         return None
