@@ -80,9 +80,8 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     floating-point operations since the start) or "seconds".
     """
     drawn = []
-    other_metrics = dict.fromkeys(
-        name for group in groups for run in group.runs for name in run.other_metrics
-    )
+    runs = [run for group in groups for run in group.runs]
+    other_metrics = dict.fromkeys(name for run in runs for name in run.other_metrics)
     of_networks = [(f"{written_name(name)}, training", f"train/{name}", {}) for name in other_metrics]
     for title, metric, options in (*_METRICS, *of_networks):
         has_dots, lines = metric.startswith("eval/"), []

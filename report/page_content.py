@@ -249,10 +249,8 @@ def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart 
         shares = [values[f"{key}{step}"] for step in steps]
         count = independent_count(values)
         ends = [wilson_interval(min(share, 1.0), count) for share in shares] if count else []
-        name, role = (
-            set_name if len(run.evaluation) > 1 else "",
-            f"series{index % 8 + 1}" if index else "accent",
-        )
+        name = set_name if len(run.evaluation) > 1 else ""
+        role = "accent" if index == 0 else f"series{index % 8 + 1}"
         low, high = [low for low, _ in ends], [high for _, high in ends]
         lines.append(Line(name, steps, shares, role, low=low, high=high, has_dots=len(steps) <= 20))
     caption = "Fraction of test puzzles solved after each thinking step, with a 95 % interval."
