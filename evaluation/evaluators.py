@@ -22,8 +22,7 @@ from distributed.world import is_main
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
     """Builds the evaluator of a kind of puzzle, such as "sudoku", for a dataset folder.
 
-    An evaluator computes extra metrics from the answers of a model to the test split. Raises ValueError if
-    the kind does not exist, or if the folder contains another kind of puzzle.
+    Raises ValueError if the kind does not exist, or if the folder contains another kind of puzzle.
 
     metadata: Metadata of the test split in `folder`.
     """
@@ -113,14 +112,8 @@ class Evaluators:
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
-        return next(
-            (
-                evaluator.are_valid
-                for evaluator in evaluators
-                if evaluator.are_valid(nothing, nothing) is not None
-            ),
-            None,
-        )
+        found = (each.are_valid for each in evaluators if each.are_valid(nothing, nothing) is not None)
+        return next(found, None)
 
     def check_rules(self, selects: Sequence[str]) -> None:
         for name in self._data.splits["test"].sets if "rules" in selects else ():

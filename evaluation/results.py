@@ -128,7 +128,6 @@ def write_measured(
 def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
     """Logs a message if the new results replace results that were computed in another dtype.
 
-    folder: Folder with the results.
     forward_dtype: Dtype of the new evaluation, such as "float32".
     stored: Dtype of the training. It is the dtype of results that do not name one.
     """
@@ -166,7 +165,6 @@ def write_results(
     Returns (content of metrics.json, content of scaling.json). The second is None if the evaluation had one
     number of thinking steps and one run of each puzzle.
 
-    title: Title of the printed table.
     selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test". None if
     it was not selected.
     forward_dtype: Dtype in which the model computed, such as "bfloat16".
@@ -221,7 +219,7 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
     """Returns the content of scaling.json: accuracies for several numbers of steps and samples.
 
-    A step is one call of the model. A sample is one of several runs of a puzzle. The keys are:
+    The keys are:
 
     - the name of each option that is equal for all these numbers, such as "noise"
     - "sets": {test set: {"count": number of puzzles, "gigaflops_per_step": operations of a step on a puzzle

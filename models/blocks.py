@@ -126,8 +126,7 @@ def block_weights(network: nn.Module) -> frozenset[str]:
 def cast_blocks_(network: nn.Module) -> None:
     """Casts the weights of transformer blocks to the dtype of activations, in place.
 
-    This saves time in an evaluation, because a layer otherwise casts its weights in each call. Do not call it
-    before training, which updates float32 weights.
+    This saves time in an evaluation. Do not call it before training, which updates float32 weights.
     """
     for name in block_weights(network):
         weight = network.get_parameter(name)

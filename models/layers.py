@@ -36,8 +36,6 @@ class Linear(nn.Module):
     """A linear layer, x @ weight.T + bias. It computes in the dtype of x.
 
     The weight is initialized with standard deviation 1 / sqrt(in_features), and the bias with 0.
-
-    bias: Whether the layer adds a bias.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
@@ -65,10 +63,7 @@ class Embedding(nn.Module):
 
 
 def rms_norm(x: Tensor, *, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x^2) + eps), with the mean over the last axis.
-
-    Computes in float32. The result has the dtype of x.
-    """
+    """Returns x / sqrt(mean(x^2) + eps), with the mean over the last axis. Computes in float32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -292,10 +287,7 @@ class SwiGLU(nn.Module):
 
 
 def inner_width(width: int, expansion: float) -> int:
-    """Returns 2/3 * expansion * width, rounded up to a multiple of 256.
-
-    It is the inner width of a `SwiGLU`.
-    """
+    """Returns the inner width of a `SwiGLU`: 2/3 * expansion * width, rounded up to a multiple of 256."""
     return -(-round(expansion * width * 2 / 3) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
 
@@ -307,10 +299,7 @@ def gated(x: Tensor, gate_up: Linear) -> Tensor:
 
 
 class LayerNorm(nn.Module):
-    """A layer norm over the last axis (arXiv 1607.06450), in the dtype of its input.
-
-    It has a weight and a bias.
-    """
+    """A layer norm over the last axis (arXiv 1607.06450), in the dtype of its input."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -170,8 +170,7 @@ def bar_chart(
 def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, caption: str = "") -> Chart:
     """Draws how well predicted probabilities match the fractions of correct answers (reliability diagram).
 
-    bins: List of (mean predicted probability, fraction of correct answers, number of answers). A bin contains
-    answers with similar predicted probabilities.
+    bins: List of (mean predicted probability, fraction of correct answers, number of answers).
     """
 
     def draw(axes) -> list[list[Any]]:
