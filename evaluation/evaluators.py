@@ -37,7 +37,7 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 
 
 class Evaluators:
-    """Computes extra metrics, such as the fraction of Sudoku answers that obey the rules.
+    """Computes the extra metrics of an evaluation.
 
     Every rank creates an object, calls `add` for the answers that it computed, and calls `gather_metrics`.
 
@@ -107,8 +107,8 @@ class Evaluators:
     def rules_of(self, set_name: str) -> Rules | None:
         """Returns a function that checks answers by the rules of the puzzle, such as Sudoku.
 
-        The function takes `inputs` and `preds`, both tokens [n, seq_len]. It returns whether the answers are
-        valid, bool [n]. Returns None if the puzzles of the test set have no such function.
+        It takes `inputs` and `preds`, tokens [n, seq_len], and returns whether the answers are valid, bool
+        [n]. Returns None if the puzzles of the test set have no such function.
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)

@@ -8,14 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.files import (
-    CONFIG_FILE,
-    STARTS_FILE,
-    checkpoints_in,
-    explain_missing,
-    read_state,
-    step_of,
-)
+from checkpointing.files import CONFIG_FILE, STARTS_FILE, checkpoints_in, explain_missing, read_state, step_of
 from config.architecture import architectures
 from config.files import fill_defaults
 from evaluation.metric_tables import TEXTS, is_number, metrics_by_set, with_intervals
