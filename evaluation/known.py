@@ -7,7 +7,6 @@ result.
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -102,32 +101,25 @@ def is_trained_on(checkpoint: Checkpoint, folders: Sequence[Path]) -> bool:
         return False
 
 
-class Known(NamedTuple):
-    """The test puzzles that a model has puzzle embeddings for ("known" puzzles).
+def known_puzzles(
+    data: Dataset, match: Match | None, *, model: str
+) -> tuple[Dataset, dict[str, np.ndarray] | None, dict[str, dict[str, int]]]:
+    """Selects the test puzzles that a model has puzzle embeddings for ("known" puzzles).
 
-    Attributes:
-        data: The dataset, without the test sets that contain no known puzzle.
-        puzzles: {test set: indices of the known puzzles, int64 [n], ascending}. If None, all puzzles are
-            known.
-        metrics: {test set: {metric: number}}. Example of a metric: "identifiers_missing" is the number of
-            puzzle identifiers without an embedding.
-    """
+    Returns a tuple of three parts:
 
-    data: Dataset
-    puzzles: dict[str, np.ndarray] | None
-    metrics: dict[str, dict[str, int]]
+    - the dataset, without the test sets that contain no known puzzle
+    - {test set: indices of the known puzzles, int64 [n], ascending}, or None if all puzzles are known
+    - {test set: {metric: number}}. Example: "identifiers_missing" is the number of puzzle identifiers without
+      an embedding
 
-
-def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
-    """Selects the test puzzles that a model has puzzle embeddings for.
-
-    Rank 0 logs their number. Raises ValueError if there are none.
+    Rank 0 logs the numbers. Raises ValueError if no puzzle is known.
 
     match: Result of `find_match`. If None, all test puzzles are selected.
     model: Name of the model for messages.
     """
     if match is None:
-        return Known(data, None, {})
+        return data, None, {}
     split, puzzles, metrics, lines = data.splits["test"], {}, {}, []
     for name, test_set in split.sets.items():
         is_known = match.rows[test_set.puzzle_identifiers] >= 0
@@ -154,4 +146,4 @@ def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
         log.info(f"{folders}: puzzle identifiers with an embedding in {model}: {text}.{only}")
     test = dataclasses.replace(split, sets={name: split.sets[name] for name in puzzles})
     data = dataclasses.replace(data, splits={**data.splits, "test": test})
-    return Known(data, None if has_all else puzzles, metrics)
+    return data, None if has_all else puzzles, metrics

@@ -9,9 +9,9 @@ Gradient           The last call of L and the last call of H have gradient. All 
                    thinking steps, have none.
 Puzzle embedding   As in models/trm.py, but by default in one position.
 Halting            As in models/trm.py, but a slot halts earlier if q_halt > q_continue (models/halting.py).
-Loss               As in models/trm.py, plus 0.5 times the binary cross-entropy of q_continue. Its target comes
-                   from one more forward pass without gradient: sigmoid(max(q_halt, q_continue)) after that
-                   pass (models/objective.py).
+Loss               As in models/trm.py, plus 0.5 times the binary cross-entropy of q_continue. Its target is
+                   sigmoid(max(q_halt, q_continue)) after one more forward pass without gradient
+                   (models/objective.py).
 """
 
 from torch import Tensor

@@ -50,12 +50,12 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """An embedding table with float32 weights that returns vectors in `dtype`.
 
-    std: Standard deviation of the initial weights.
+    The weights are initialized with standard deviation 1 / sqrt(size).
     """
 
-    def __init__(self, num_embeddings: int, size: int, *, std: float, dtype: torch.dtype):
+    def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype):
         super().__init__()
-        self.embedding_weight = nn.Parameter(truncated_normal(num_embeddings, size, std=std))
+        self.embedding_weight = nn.Parameter(truncated_normal(num_embeddings, size, std=size**-0.5))
         self.dtype = dtype
 
     def forward(self, ids: Tensor) -> Tensor:

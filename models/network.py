@@ -152,12 +152,12 @@ class TokenNetwork(Network):
         width = arch.hidden_size
         self.num_puzzle_positions = arch.num_puzzle_positions
         num_positions = self.num_puzzle_positions + metadata.seq_len
-        self.embed_tokens = Embedding(metadata.vocab_size, width, std=width**-0.5, dtype=self.dtype)
+        self.embed_tokens = Embedding(metadata.vocab_size, width, dtype=self.dtype)
         if arch.puzzle_emb_ndim:
             self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, arch.puzzle_emb_ndim)
         self.embed_pos = rotary = None
         if arch.pos_encodings == "learned":
-            self.embed_pos = Embedding(num_positions, width, std=width**-0.5, dtype=self.dtype)
+            self.embed_pos = Embedding(num_positions, width, dtype=self.dtype)
         elif arch.pos_encodings == "rope":
             head_dim = width // arch.num_heads
             rotary = rotary_table(rotary_angles(num_positions, head_dim, base=arch.rope_theta))

@@ -99,8 +99,8 @@ def write_evaluation_report(
 ) -> None:
     """Writes report.html into the run folder of a checkpoint. Only rank 0 calls it.
 
-    The page shows the results of an evaluation, and about NUM_PUZZLES puzzles that the function lets the
-    model solve.
+    The page shows the results of an evaluation, and solved puzzles. The function runs the model on about
+    NUM_PUZZLES test puzzles.
 
     checkpoint: Checkpoint that the model was loaded from. The report goes into its run folder.
     data: Dataset with the test puzzles.
