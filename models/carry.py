@@ -102,11 +102,7 @@ class Carry(NamedTuple):
     data: Batch
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors of the carry as {name: tensor [batch, ...]}.
-
-        The names are those of `state`, such as "z_H", then "steps", "halted", and those of `data`, such as
-        "data.inputs".
-        """
+        """Returns all tensors as {name: tensor [batch, ...]}, such as "z_H", "steps" and "data.inputs"."""
         fields = self.data._asdict().items()
         data = {f"data.{name}": tensor for name, tensor in fields if tensor is not None}
         return {**self.state, "steps": self.steps, "halted": self.halted, **data}
@@ -129,8 +125,7 @@ class Carry(NamedTuple):
     def boards(self, picked: Tensor | None) -> Carry:
         """Returns a carry with one puzzle for each batch position, if batch positions store several.
 
-        picked: Index of the puzzle in each batch position, int64 [batch]. If None, each batch position stores
-        only one puzzle, and the carry itself is returned.
+        picked: Index of the puzzle in each batch position, int64 [batch]. If None, returns the carry itself.
         """
         if picked is None:
             return self

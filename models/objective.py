@@ -315,12 +315,9 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tens
 
 
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
-    """Returns the names of the sums from which `divide` computes metrics.
+    """Returns the names of the sums from which `divide` computes metrics: the metrics, then their divisors.
 
-    The names of the metrics come first, then the names of their divisors. "slots" is left out. Example:
-    ("count", "recall", "bad") for {"count": None, "recall": "bad"}.
-
-    metrics: {metric: name of the sum that divides it, or None}.
+    "slots" is left out. Example: ("count", "recall", "bad") for {"count": None, "recall": "bad"}.
     """
     divisors = {name for name in metrics.values() if name not in (None, "slots")}
     return (*metrics, *sorted(divisors - metrics.keys()))
@@ -332,7 +329,6 @@ def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[st
     If the divisor of a metric is None, the value is the sum itself, and is left out if it is 0. Other metrics
     are left out if their divisor is 0. Metrics without a sum are left out.
 
-    sums: {metric or divisor: sum over ranks and steps}. metrics: {metric: name of its divisor, or None}.
     slots: Value of the divisor "slots". In training, it is the global batch size times the number of steps.
     """
     divisors = {**sums, "slots": slots}

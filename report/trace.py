@@ -115,7 +115,6 @@ def trace_puzzles(
     Each puzzle gets the maximum number of calls, also if the model would stop earlier. The puzzles are evenly
     spaced in the test sets, without augmented variants.
 
-    model: Model in evaluation mode.
     num_puzzles: Maximum number of puzzles. Each test set gets an equal part, rounded up. If the model is slow
     (LDT) or needs much memory, the number is smaller.
     batch_size: Number of puzzles that the model solves at a time.
@@ -159,8 +158,8 @@ def trace_puzzles(
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
     """Counts the puzzles for which the model would stop after 1, 2, ... calls.
 
-    Returns two lists of counts, one entry for each number of calls: puzzles whose answer is right when the
-    model stops, and the others. Puzzles without a label do not count.
+    Returns two lists: counts of puzzles with a right answer at that time, and of those with a wrong one.
+    Puzzles without a label do not count.
     """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
