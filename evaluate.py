@@ -59,7 +59,6 @@ from models import HaltingModel, build_model
 from models.carry import Reasoning
 from models.compilation import compile_blocks
 from models.flops import StepCounter
-from models.search import Search
 from report.page import check_packages, write_evaluation_report, write_picture
 
 
@@ -197,7 +196,7 @@ def _gigaflops_per_step(model: HaltingModel, metadata: Metadata, reasoning: Reas
     metadata: Sizes of the dataset. reasoning: Settings of the evaluation, such as the number of loops.
     """
     network = model.network
-    if isinstance(network, Search):
+    if network.is_search:
         metadata = network.complete(metadata, network.state_dict())
     with torch.device("meta"):
         counter = StepCounter(build_model(network.arch, metadata), seq_len=metadata.seq_len)

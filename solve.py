@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from checkpointing.finding import Checkpoint, find_checkpoint
+from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
 from config.architecture import NumberFormat
 from config.compose import compose_config, config_with, show
@@ -73,15 +72,8 @@ def print_answer(config: SolveConfig) -> None:
         log.info(f"wrote {config.picture}")
 
 
-def load(
-    checkpoint: str | Path,
-    *,
-    data_path: str | Path | Sequence[str | Path] | None = None,
-    raw: bool = False,
-    device: str = "auto",
-    forward_dtype: NumberFormat | None = None,
-) -> "Solver":
-    """Loads a trained model that solves single puzzles.
+class Solver:
+    """A trained model that solves single puzzles. `load` is another name of this class.
 
     Args:
         checkpoint: Run folder, checkpoint folder, file, or hf://OWNER/NAME.
@@ -92,43 +84,33 @@ def load(
         forward_dtype: Dtype of the computation, such as "float32". If None, the dtype of the training, or
             float32 if the processor only emulates bfloat16.
 
-    Returns:
-        The model, in evaluation mode.
+    Attributes:
+        checkpoint: Checkpoint of the model.
+        device: Device of the model.
+        forward_dtype: Dtype in which the model computes.
+        questions: Reader that turns texts into puzzles for this model.
+        info: Description of the dataset on which the model was trained.
 
     Raises:
         ValueError: The checkpoint or the data cannot be read. The message has one line.
     """
-    data_paths = [data_path] if isinstance(data_path, str | Path) else data_path
-    folders = None if data_paths is None else [Path(path) for path in data_paths]
-    found, chosen = find_checkpoint(checkpoint), choose_device(device)
-    number_format = choose_evaluation_format(found.arch.forward_dtype, chosen, configured=forward_dtype).name
-    return Solver(found, folders, raw=raw, device=chosen, forward_dtype=number_format)
-
-
-class Solver:
-    """A trained model that solves single puzzles. `load` creates it.
-
-    Attributes:
-        checkpoint: Checkpoint of the model.
-        raw: Whether the model uses the weights themselves instead of their moving average (EMA).
-        device: Device of the model.
-        forward_dtype: Dtype in which the model computes, such as "float32".
-        questions: Reader that turns texts into puzzles for this model.
-        info: Description of the dataset on which the model was trained.
-    """
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
-        folders: list[Path] | None,
+        checkpoint: str | Path,
         *,
-        raw: bool,
-        device: torch.device,
-        forward_dtype: NumberFormat,
+        data_path: str | Path | Sequence[str | Path] | None = None,
+        raw: bool = False,
+        device: str = "auto",
+        forward_dtype: NumberFormat | None = None,
     ):
-        self.checkpoint, self.raw, self.device = checkpoint, raw, device
-        self.forward_dtype = forward_dtype
-        self.questions = Questions(checkpoint, folders)
+        data_paths = [data_path] if isinstance(data_path, str | Path) else data_path
+        folders = None if data_paths is None else [Path(path) for path in data_paths]
+        self.checkpoint, self.raw, self.device = find_checkpoint(checkpoint), raw, choose_device(device)
+        trained_dtype = self.checkpoint.arch.forward_dtype
+        chosen = choose_evaluation_format(trained_dtype, self.device, configured=forward_dtype)
+        self.forward_dtype = chosen.name
+        self.questions = Questions(self.checkpoint, folders)
         self.info = self.questions.info
         self._models: dict[Metadata, HaltingModel] = {}
 
@@ -186,6 +168,8 @@ class Solver:
             self._models[metadata] = model.to(self.device).eval()
         return self._models[metadata]
 
+
+load = Solver
 
 if __name__ == "__main__":
     main()

@@ -25,7 +25,6 @@ from dataset.metadata import Metadata
 from models import HaltingModel, build_model, network_class
 from models.blocks import cast_blocks_
 from models.puzzle_embedding import PuzzleEmbedding
-from models.search import Search
 from runtime.reading import PointerFileError, open_regular
 
 
@@ -62,7 +61,7 @@ def load_trained_model(
     network = network_class(checkpoint.arch.name)
     with architecture_errors(checkpoint):
         sizes = sizes_in(weights, checkpoint.arch)
-        if issubclass(network, Search):
+        if network.is_search:
             metadata = network.complete(metadata, weights)
     if checkpoint.seq_len is not None and not checkpoint.arch.reads_any_length:
         sizes["seq_len"] = checkpoint.seq_len

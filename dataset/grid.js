@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const fraction = (share) => share.toFixed(2);
-const ANEW = -2; // code of a search that restarts from scratch (models/search.py)
+const ANEW = -2; // code of a search that restarts from scratch (models/lattice.py)
 const isOne = (bits) => (bits & (bits - 1)) === 0;
 
 function add(parent, name, attributes) {

@@ -11,10 +11,6 @@ from distributed.errors import EXIT_FAILURE, collective_errors
 from distributed.world import is_main, local_rank, rank, world_size
 from models.compilation import find_compiler_failure, find_damaged_library, should_compile
 
-_COMPILING = (
-    "compiling: the first steps take up to minutes, later steps are faster. compile=false starts at once."
-)
-
 
 def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
     """Returns whether to compile the model with torch.compile, the same on all ranks. All ranks call it.
@@ -44,7 +40,8 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
             log.warning(f"blocks are not compiled, because{where} {text}.")
     compiles = all(answers) and not any(failures)
     if compiles:
-        log.info(_COMPILING)
+        first = "the first steps take up to minutes, later steps are faster"
+        log.info(f"compiling: {first}. compile=false starts at once.")
     return compiles
 
 

@@ -22,8 +22,7 @@ from distributed.world import is_main
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
     """Builds the evaluator of a kind of puzzle, such as "sudoku", for a dataset folder.
 
-    An evaluator computes extra metrics from the answers of a model to the test split. Raises ValueError if
-    the kind does not exist, or if the folder contains another kind of puzzle.
+    Raises ValueError if the kind does not exist, or if the folder contains another kind of puzzle.
 
     metadata: Metadata of the test split in `folder`.
     """
@@ -38,7 +37,7 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 
 
 class Evaluators:
-    """Computes extra metrics, such as the fraction of Sudoku answers that obey the rules.
+    """Computes the extra metrics of an evaluation.
 
     Every rank creates an object, calls `add` for the answers that it computed, and calls `gather_metrics`.
 
@@ -108,19 +107,13 @@ class Evaluators:
     def rules_of(self, set_name: str) -> Rules | None:
         """Returns a function that checks answers by the rules of the puzzle, such as Sudoku.
 
-        The function takes `inputs` and `preds`, both tokens [n, seq_len]. It returns whether the answers are
-        valid, bool [n]. Returns None if the puzzles of the test set have no such function.
+        It takes `inputs` and `preds`, tokens [n, seq_len], and returns whether the answers are valid, bool
+        [n]. Returns None if the puzzles of the test set have no such function.
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
-        return next(
-            (
-                evaluator.are_valid
-                for evaluator in evaluators
-                if evaluator.are_valid(nothing, nothing) is not None
-            ),
-            None,
-        )
+        found = (each.are_valid for each in evaluators if each.are_valid(nothing, nothing) is not None)
+        return next(found, None)
 
     def check_rules(self, selects: Sequence[str]) -> None:
         for name in self._data.splits["test"].sets if "rules" in selects else ():

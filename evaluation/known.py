@@ -5,7 +5,8 @@ result.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
             return match
     trained, num = (checkpoint.dataset_info or {}).get("metadata"), data.metadata.num_puzzle_identifiers
     has_other_size = isinstance(trained, dict) and trained.get("num_puzzle_identifiers", num) != num
-    if not has_other_size and not _is_training_data(checkpoint, data):
+    if not has_other_size and not is_trained_on(checkpoint, data.folders):
         names = ", ".join(map(str, data.folders))
         where = checkpoint if model is None else names
         log.warning(
@@ -71,12 +72,10 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def check_same_rows(trained: Dataset, data: Dataset) -> None:
-    """Raises ValueError if a test puzzle has another number in the training data.
+    """Raises ValueError if a test puzzle is missing in the training data, or has another number there.
 
-    Also raises ValueError if a test puzzle does not occur in the training data. The number of a puzzle
-    ("puzzle identifier") is the row of its learned embedding, so the model would use a wrong embedding.
-    Puzzles are compared by name and, in ARC, by content. Does nothing if one of the datasets does not store
-    the names of its puzzles.
+    The number of a puzzle ("puzzle identifier") is the row of its learned embedding, so the model would use a
+    wrong embedding. Does nothing if one of the datasets does not store the names of its puzzles.
 
     trained: Dataset that the model is trained on.
     data: Dataset that contains the test puzzles (config key `test_data_path`).
@@ -94,40 +93,33 @@ def check_same_rows(trained: Dataset, data: Dataset) -> None:
         )
 
 
-def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
+def is_trained_on(checkpoint: Checkpoint, folders: Sequence[Path]) -> bool:
+    """Returns whether dataset folders contain exactly the data of the training. False if it is unknown."""
     try:
-        return checkpoint.fingerprint is not None and checkpoint.fingerprint == fingerprint_of(data.folders)
+        return checkpoint.fingerprint is not None and checkpoint.fingerprint == fingerprint_of(folders)
     except (ValueError, OSError):  # no training split
         return False
 
 
-class Known(NamedTuple):
-    """The test puzzles that a model has puzzle embeddings for ("known" puzzles).
+def known_puzzles(
+    data: Dataset, match: Match | None, *, model: str
+) -> tuple[Dataset, dict[str, np.ndarray] | None, dict[str, dict[str, int]]]:
+    """Selects the test puzzles that a model has puzzle embeddings for ("known" puzzles).
 
-    Attributes:
-        data: The dataset, without the test sets that contain no known puzzle.
-        puzzles: {test set: indices of the known puzzles, int64 [n], ascending}. If None, all puzzles are
-            known.
-        metrics: {test set: {metric: number}}. Examples of metrics: "identifiers_common" is the number of
-            puzzle identifiers that have an embedding, "identifiers_missing" the number of those that have
-            none.
-    """
+    Returns a tuple of three parts:
 
-    data: Dataset
-    puzzles: dict[str, np.ndarray] | None
-    metrics: dict[str, dict[str, int]]
+    - the dataset, without the test sets that contain no known puzzle
+    - {test set: indices of the known puzzles, int64 [n], ascending}, or None if all puzzles are known
+    - {test set: {metric: number}}. Example: "identifiers_missing" is the number of puzzle identifiers without
+      an embedding
 
-
-def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
-    """Selects the test puzzles that a model has puzzle embeddings for.
-
-    Rank 0 logs their number. Raises ValueError if there are none.
+    Rank 0 logs the numbers. Raises ValueError if no puzzle is known.
 
     match: Result of `find_match`. If None, all test puzzles are selected.
     model: Name of the model for messages.
     """
     if match is None:
-        return Known(data, None, {})
+        return data, None, {}
     split, puzzles, metrics, lines = data.splits["test"], {}, {}, []
     for name, test_set in split.sets.items():
         is_known = match.rows[test_set.puzzle_identifiers] >= 0
@@ -154,4 +146,4 @@ def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
         log.info(f"{folders}: puzzle identifiers with an embedding in {model}: {text}.{only}")
     test = dataclasses.replace(split, sets={name: split.sets[name] for name in puzzles})
     data = dataclasses.replace(data, splits={**data.splits, "test": test})
-    return Known(data, None if has_all else puzzles, metrics)
+    return data, None if has_all else puzzles, metrics

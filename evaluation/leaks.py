@@ -75,7 +75,6 @@ class Leaks:
     def __init__(self, reaction: Literal["warn", "error"]):
         self._reaction = reaction
         self._tested: dict[str, _Tested] = {}  # only on rank 0
-        self._logged: dict[str, str] = {}
         self.found: dict[str, Leak] = {}
 
     def add(
@@ -91,8 +90,6 @@ class Leaks:
     ) -> None:
         """Adds a test set to compare with the training data. Only rank 0 calls it.
 
-        name: Name of the test set.
-        data: Examples of the test set.
         split: Split that contains the test set, such as "test".
         folders: Dataset folders of the data.
         hashes: Result of `hash_examples` for the test set. If None, it is computed.
@@ -116,8 +113,7 @@ class Leaks:
     def broadcast_find(self, trained: Trained | None, *, model: str) -> None:
         """Compares all added test sets with the training examples. All ranks call it.
 
-        Afterwards, `found` contains the result on all ranks. If a test puzzle was trained on, rank 0 logs a
-        warning. With reaction "error", all ranks exit instead.
+        Afterwards, `found` contains the result on all ranks.
 
         trained: Hashes of the examples that the model was trained on. Needed only on rank 0. If None, these
         examples are unknown.
@@ -152,18 +148,14 @@ class Leaks:
             count_text = f"at least {count_text}"
         if len(rows):
             first = f"set {name} ({tested.where}), the first is row {rows[0]}"
+            problem = f"{count_text} test puzzles were trained on: {first}."
+            if self._reaction == "error":
+                raise ValueError(f"leaks=error: {problem} Remove them from one split, or set leaks=warn.")
             unseen = " The metrics unseen/... count only the other puzzles." if rate == 1 else ""
-            self._react(name, f"{count_text} test puzzles were trained on: {first}.", unseen)
+            log.warning(f"{problem} Their accuracy says nothing about new puzzles.{unseen}")
         rows = rows[:0] if share else rows  # with a sample, the other puzzles are not known
         rows = _with_variants(tested.data, rows) if tested.has_variants else rows
         return Leak(rows, rate, num_distinct, share)
-
-    def _react(self, name: str, problem: str, unseen: str) -> None:
-        if self._reaction == "error":
-            raise ValueError(f"leaks=error: {problem} Remove them from one split, or set leaks=warn.")
-        if self._logged.get(name) != problem:
-            self._logged[name] = problem
-            log.warning(f"{problem} Their accuracy says nothing about new puzzles.{unseen}")
 
 
 def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.ndarray:

@@ -40,9 +40,7 @@ class Race:
         self._first: dict[tuple[int, int], tuple[int, int]] = {}  # (row, samples): (step, sample)
 
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
-        """Stores which samples want to halt after a thinking step (one call of the model).
-
-        A sample is one of several runs of a puzzle.
+        """Stores which samples want to halt after a thinking step.
 
         carry: State of the batch after the step. `carry.data.rows`, int64 [batch], contains puzzle index *
         (largest number of samples of a puzzle) + sample index.
@@ -58,9 +56,7 @@ class Race:
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
         """Returns which samples can no longer be the first to halt: bool [n].
 
-        A sample is one of several runs of a puzzle.
-
-        attempts: Puzzle index * (largest number of samples of a puzzle) + sample index, int [n].
+        attempts: Samples, numbered as `carry.data.rows` of `record`, int [n].
         steps: Number of model calls that each sample has made, int [n].
         """
         lost = []
@@ -83,13 +79,10 @@ def answer_batches(
 ) -> Iterator[StepOutput]:
     """Runs the model on all examples, and yields its last output for each example.
 
-    The model is called several times for each example. One call is a thinking step. With
-    `reasoning.halting="max"`, all examples make the same number of steps, and an output belongs to one batch.
-    With "act", the model decides when an example ends, and the next example takes its position in the batch.
-    An output then contains the examples that ended together.
+    With `reasoning.halting="max"`, all examples make the same number of steps, and an output belongs to one
+    batch. With "act", an output contains the examples that ended together.
 
-    draw: `draw(carry)` returns the random numbers of the next step, or None. `carry` is the state of the
-    batch.
+    draw: `draw(carry)` returns the random numbers of the next step, or None.
     on_step: `on_step(output, halts)` is called after every step. `halts`, bool [batch], is True once for each
     example: after the first step at which the model wants to halt, otherwise after its last step.
     race: Stops a run of a puzzle if another run of the same puzzle has halted first. If None, no run is

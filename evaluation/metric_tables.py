@@ -21,12 +21,10 @@ Columns = Mapping[str, Mapping[str, float | str]]  # {test set: {metric: value}}
 
 
 def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns a copy of the metrics, with the 95 % interval of each accuracy.
+    """Returns a copy of the metrics of a test set, with the 95 % interval of each accuracy.
 
     Example: {"accuracy": 0.9, "count": 100} also gets "accuracy_low" and "accuracy_high". If the number of
     puzzles ("count") is unknown, the accuracy gets no interval.
-
-    values: {metric: value} of one test set.
     """
     completed = {}
     for name, value in values.items():
@@ -43,7 +41,6 @@ def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
     Puzzles with equal inputs count once, because a confidence interval assumes independent puzzles. Returns 0
     if the number is unknown.
 
-    values: {metric: value} of one test set.
     evaluator: First part of the accuracy's name, such as "sudoku/" for "sudoku/valid_accuracy". "" for an
     accuracy such as "exact_accuracy".
     """
@@ -57,8 +54,7 @@ def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
 def interval_of(metric: str, share: float, count: int) -> dict[str, float]:
     """Returns the 95 % interval of an accuracy: {"<metric>_low": value, "<metric>_high": value}.
 
-    share: Accuracy, in [0, 1].
-    count: Number of independent puzzles.
+    share: Accuracy over `count` independent puzzles, in [0, 1].
     """
     ends = zip(INTERVAL_ENDS, wilson_interval(share, count), strict=True)
     return {with_suffix(metric, end): value for end, value in ends}
@@ -70,8 +66,6 @@ def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
     The format is {test set: {metric: mean, "<metric>_deviation": standard deviation}}. Counts get no
     deviation. Metrics that one of the evaluations lacks are left out. A metric that is a text, such as
     "selected_by", gets the different texts instead of a mean: "test, validation".
-
-    runs: {test set: {metric: value}} of each evaluation.
     """
     summary: dict[str, dict[str, float]] = {}
     for name in runs[0]:
@@ -79,26 +73,22 @@ def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
         for metric in columns[0]:
             if _has_suffix(metric, *INTERVAL_ENDS) or not all(metric in column for column in columns):
                 continue
+            values, means = [column[metric] for column in columns], summary.setdefault(name, {})
             if metric in TEXTS:
-                summary.setdefault(name, {})[metric] = ", ".join(
-                    sorted({column[metric] for column in columns})
-                )
+                means[metric] = ", ".join(sorted(set(values)))
                 continue
-            mean, deviation = mean_and_deviation([column[metric] for column in columns])
-            summary.setdefault(name, {})[metric] = mean
+            means[metric], deviation = mean_and_deviation(values)
             if deviation is not None and not metric.endswith("count"):
-                summary[name][with_suffix(metric, "deviation")] = deviation
+                means[with_suffix(metric, "deviation")] = deviation
     return summary
 
 
 def metrics_table(metrics: Columns, *, title: str) -> str:
     """Returns a table with one line per metric and one column per test set.
 
-    A line starts with the name of the metric for people and its name in metrics.json: "solved
-    (exact_accuracy)". A cell contains the value, and its interval or standard deviation, if there is one.
-
-    metrics: {test set: {metric: value}}.
-    title: First line of the table.
+    The first line is `title`. A line starts with the name of the metric for people and its name in
+    metrics.json: "solved (exact_accuracy)". A cell contains the value, and its interval or standard
+    deviation, if there is one.
     """
     names = metric_names(metrics)
     columns = [["", *map(both_names, names)]]
@@ -114,8 +104,6 @@ def metric_names(metrics: Columns) -> list[str]:
     """Returns the names of the metrics of all test sets, each once.
 
     Leaves out names that end in _low, _high or _deviation. They belong to another metric, such as "accuracy".
-
-    metrics: {test set: {metric: value}}.
     """
     names = dict.fromkeys(metric for values in metrics.values() for metric in values)
     return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
@@ -125,8 +113,6 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
     """Returns a metric as text, such as "0.9  [0.8812, 0.9184]", or "" if missing.
 
     The number is padded with spaces to 12 characters. A deviation is written as "0.9  +- 0.012".
-
-    values: {metric: value} of one test set.
     """
     if name not in values:
         return ""
@@ -141,14 +127,11 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Returns a text table of the accuracies for several numbers of steps and samples.
+    """Returns the content of scaling.json as a text table, with a line for each pair of steps and samples.
 
-    A step is one call of the model. A sample is one of several runs of a puzzle. Each pair of numbers has a
-    line. Each rule that selects a sample, such as "vote", has a column. The columns of calls and GFLOP are
-    means over all puzzles. For a search (LDT), two more columns contain the fraction of wrong answers and the
+    Each rule that selects a sample, such as "vote", has a column. The columns of calls and GFLOP are means
+    over all puzzles. For a search (LDT), two more columns contain the fraction of wrong answers and the
     fraction of puzzles without an answer.
-
-    scaling: Content of the file scaling.json.
     """
     lines = []
     for set_name, content in scaling["sets"].items():
@@ -207,9 +190,7 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
     """Extracts the metrics of an evaluation from a line of the training log.
 
     Returns {test set: {metric: value}}. Example: {"eval/all/exact_accuracy": 0.9, "lr": 1e-4} gives {"all":
-    {"exact_accuracy": 0.9}}.
-
-    split: First part of the names to extract.
+    {"exact_accuracy": 0.9}} for the split "eval".
     """
     metrics: dict[str, dict[str, Any]] = {}
     for name, value in row.items():

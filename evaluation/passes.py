@@ -30,7 +30,6 @@ from models import HaltingModel
 from models.carry import Reasoning, StepOutput
 from models.network import Network
 from models.objective import correct_sequences, divide, sum_names
-from models.search import Search
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +129,12 @@ def evaluate_split(
             dataset = PuzzleDataset(data, split, plan, rank=ranks.index, world_size=ranks.size)
             if fetch_rows is not None:
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers()).to(device))
-            # 0: the accuracy after each step is not computed.
             num_steps = 0 if reasoning.halting == "act" or settings is not None else reasoning.max_steps
             leak = leaks[name] if leaks else None
             sums[name] = _SetSums(network, device, ranks, num_steps=num_steps, outputs=outputs, leak=leak)
             if settings is not None:
                 rules = evaluators.rules_of(name) if evaluators else None
-                sums[name].scores = Scores(settings, rules=rules, is_search=isinstance(network, Search))
+                sums[name].scores = Scores(settings, rules=rules, is_search=network.is_search)
             bar = Progress(
                 desc=f"evaluating {name}",
                 total=puzzle_set.num_examples if puzzles is None else None,
@@ -167,9 +165,8 @@ def evaluate_split(
                     if evaluators:
                         _add_answers(evaluators, name, network, final, attempts)
                     if of_unseen and name in has_seen:
-                        unseen = sums[name].select_unseen
-                        unseen_attempts = attempts and unseen(attempts)
-                        _add_answers(of_unseen, name, network, unseen(final), unseen_attempts)
+                        select = sums[name].select_unseen
+                        _add_answers(of_unseen, name, network, select(final), attempts and select(attempts))
             if is_stopped:
                 return None
     finally:
@@ -177,9 +174,8 @@ def evaluate_split(
     extra = evaluators.gather_metrics(ranks) if evaluators else {}
     for name, metrics in (of_unseen.gather_metrics(ranks) if of_unseen else {}).items():
         if name in has_seen:
-            extra[name] = extra.get(name, {}) | {
-                f"unseen/{metric}": value for metric, value in metrics.items()
-            }
+            unseen = {f"unseen/{metric}": value for metric, value in metrics.items()}
+            extra[name] = extra.get(name, {}) | unseen
     results = {name: part.reduce(extra.get(name, {})) for name, part in sums.items()}
     return results if is_main() else {}
 
@@ -197,8 +193,7 @@ def _add_answers(
 class _SetSums:
     """Sums the metrics of one test set on this rank, and collects its outputs.
 
-    num_steps: Number of thinking steps (calls of the model) after which to compute the accuracy. If 0, this
-    accuracy is not computed.
+    num_steps: Number of thinking steps after which to compute the accuracy. If 0, it is not computed.
     outputs: Names of arrays to store for every example, such as "preds".
     leak: Test puzzles that the model was trained on, or None.
     """
@@ -246,10 +241,12 @@ class _SetSums:
     def select_unseen(self, output: StepOutput) -> StepOutput:
         return output.select((~torch.isin(output.carry.data.rows, self._seen_rows)).nonzero().flatten())
 
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+        return divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
+
     def describe(self) -> str:
         """Returns a text for the progress bar, such as "solved 0.512  cells right 0.914"."""
-        sums = self._metrics.own()
-        metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
+        metrics = self._means(self._metrics.own())
         names = [name for name in ("exact_accuracy", "accuracy") if name in metrics]
         return "  ".join(f"{written_name(name)} {metrics[name]:.3f}" for name in names)
 
@@ -258,8 +255,7 @@ class _SetSums:
         leak, count = self._leak, metrics.get("count", 0)
         unseen = {"count": count}
         if self._unseen is not None:
-            sums = self._unseen.reduce()
-            unseen = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
+            unseen = self._means(self._unseen.reduce())
         if leak is None or not metrics:
             return {}
         found = {"trained_on_rate": leak.rate}
@@ -277,23 +273,19 @@ class _SetSums:
         return found
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
-        """Sums the metrics of a test set over all ranks. All ranks call it.
-
-        Returns the result of the test set. It contains outputs and scores only on rank 0.
+        """Sums the metrics over all ranks. Outputs and scores are only on rank 0. All ranks call it.
 
         extra: Metrics of the evaluators, such as {"sudoku/valid_accuracy": 0.9}. The result includes them.
         """
-        sums = self._metrics.reduce()
-        metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
+        metrics = self._means(self._metrics.reduce())
         passes = (self._exact_after_step, self._act_sums)
         exact, act = (self._metrics.ranks.reduce_sum_(tensor).tolist() for tensor in passes)
         if not metrics:
             exact = []
         elif len(exact) > 1:
             metrics["act_exact_accuracy"], metrics["act_steps"] = (part / metrics["count"] for part in act)
-        parts = gather_objects((self._rows, self._outputs), self._metrics.ranks) if self._outputs else None
         outputs = {}
-        if parts is not None:
+        if self._outputs and (parts := gather_objects((self._rows, self._outputs), self._metrics.ranks)):
             order = np.argsort(np.concatenate([array for rows, _ in parts for array in rows]))
             for name in self._outputs:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
@@ -308,7 +300,7 @@ class _SetSums:
 
 def _answers(network: Network, final: StepOutput) -> Answers:
     data, is_decided = final.carry.data, None
-    if isinstance(network, Search):
+    if network.is_search:
         is_decided = network.wants_to_halt(final.carry.state, final.prediction)[data.is_real].cpu().numpy()
     preds, q_halt = _output("preds", final), final.prediction.q_halt
     columns = (data.inputs, data.labels, data.puzzle_identifiers, preds, q_halt)

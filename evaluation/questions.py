@@ -44,10 +44,8 @@ class Questions:
     def read(self, config: SolveConfig) -> Puzzle:
         """Reads the puzzle that a config of solve.py contains.
 
-        Raises ValueError if it is missing, malformed or unsolvable.
-
-        config: `puzzle` is the text of the puzzle, a file name, or "-" for standard input. `test` is the
-        index of the puzzle in this text.
+        The key `test` is the index of the puzzle in its text. Raises ValueError if the puzzle is missing,
+        malformed or unsolvable.
         """
         text, source = read_question(config.puzzle)
         kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
@@ -70,10 +68,9 @@ class Questions:
         return puzzle
 
     def metadata_for(self, puzzle: Puzzle) -> Metadata:
-        """Returns the metadata of the training data, with the size of the given puzzle.
+        """Returns the metadata (sizes) of the training data, with the size of the given puzzle.
 
-        Metadata are the sizes that a model depends on, such as the number of tokens. Raises ValueError if the
-        model cannot read puzzles of this size.
+        Raises ValueError if the model cannot read puzzles of this size.
         """
         trained = self.info.metadata
         sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
@@ -92,14 +89,8 @@ class Questions:
         then train an embedding. For a model without puzzle embeddings, returns the puzzle identifier that
         stands for no puzzle.
 
-        Raises ValueError if the row cannot be found. Examples:
-
-        - The model has no row for the puzzle, and the config has `adapt=false`.
-        - The config has `adapt=true`, but the puzzle has no demonstrations, or the model has no puzzle
-          embeddings.
-        - `task`, a name of a training puzzle, is unknown or missing.
-
-        config: Config of solve.py. `task` and `adapt` are used.
+        Raises ValueError if the row cannot be found, or if the keys `task` and `adapt` of the config do not
+        fit the puzzle or the model.
         """
         number = self._find_number(puzzle, config)
         if not number or not all((path / "test" / "dataset.json").is_file() for path in self._folders):

@@ -21,8 +21,8 @@ from config.programs import EvaluateConfig
 from dataset.kinds.evaluator import SUBMISSION_FILE, TASKS_FILE
 from dataset.mixture import fingerprint_of
 from distributed import log
+from evaluation.known import is_trained_on
 from evaluation.metric_tables import (
-    TEXTS,
     Columns,
     independent_count,
     interval_of,
@@ -61,8 +61,7 @@ def open_output_folder(folder: Path) -> Path:
 def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the options and data that determine the results of an evaluation.
 
-    They are stored in measured.json, beside the results. Example: {"test": "1a2b...", "samples": [8]}. The
-    keys are:
+    They are stored in measured.json. Example: {"test": "1a2b...", "samples": [8]}. The keys are:
 
     - "test": Hash of the test splits.
     - each option that differs from its default, such as "samples"
@@ -76,22 +75,13 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Chec
     paths = [folder.resolve() for folder in data]
     measured = {"test": fingerprint_of(data, ("test",))}
     trained_paths = [folder.resolve() for folder in checkpoint.find_data()]
-    if paths != trained_paths or not _has_same_tests(checkpoint, data, measured["test"]):
+    if checkpoint.test_fingerprint is None:  # an earlier version saved the checkpoint
+        has_same_tests = is_trained_on(checkpoint, data)
+    else:
+        has_same_tests = checkpoint.test_fingerprint == measured["test"]
+    if paths != trained_paths or not has_same_tests:
         measured["data"] = [str(path) for path in paths]
     return measured | {name: getattr(config, name) for name in changed}
-
-
-def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], fingerprint: str) -> bool:
-    if checkpoint.test_fingerprint is None:  # an earlier version saved the checkpoint
-        return _is_trained_on(checkpoint, data)
-    return checkpoint.test_fingerprint == fingerprint
-
-
-def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
-    try:
-        return checkpoint.fingerprint == fingerprint_of(data)
-    except ValueError:  # no training split
-        return False
 
 
 def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
@@ -111,12 +101,10 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 def write_measured(
     folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, is_default_folder: bool
 ) -> None:
-    """Writes the options and data of an evaluation to measured.json in a folder.
+    """Writes `measured`, the result of `measured_with`, to measured.json in a folder.
 
     If the folder contains results with other options or data, deletes these results first.
 
-    folder: Folder for the results of the evaluation.
-    measured: Result of `measured_with`.
     data: Dataset folders of the evaluation.
     is_default_folder: Whether `name_of` named the folder. Then results without measured.json are taken as
     results with default options.
@@ -140,7 +128,6 @@ def write_measured(
 def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
     """Logs a message if the new results replace results that were computed in another dtype.
 
-    folder: Folder with the results.
     forward_dtype: Dtype of the new evaluation, such as "float32".
     stored: Dtype of the training. It is the dtype of results that do not name one.
     """
@@ -156,7 +143,7 @@ def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> No
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    if checkpoint.fingerprint is not None and not _is_trained_on(checkpoint, folders):
+    if checkpoint.fingerprint is not None and not is_trained_on(checkpoint, folders):
         names = ", ".join(map(str, folders))
         log.warning(
             f"{names}: built again after {checkpoint} was trained. Its training may have used puzzles that "
@@ -178,13 +165,12 @@ def write_results(
     Returns (content of metrics.json, content of scaling.json). The second is None if the evaluation had one
     number of thinking steps and one run of each puzzle.
 
-    title: Title of the printed table.
     selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test". None if
     it was not selected.
     forward_dtype: Dtype in which the model computed, such as "bfloat16".
     """
-    texts = {"selected_by": selected_by, "forward_dtype": forward_dtype}
-    metrics, scaling = all_metrics(results, **texts), None
+    metrics = all_metrics(results, selected_by=selected_by, forward_dtype=forward_dtype)
+    scaling = None
     write_outputs(folder, results)
     log.info(metrics_table(metrics, title=title))
     if config.asks_for_settings:
@@ -206,12 +192,11 @@ def all_metrics(
     Contains the metrics of `results`, the 95 % interval of each accuracy ("accuracy_low" and
     "accuracy_high"), and the accuracy after each thinking step ("exact_accuracy_after_step_1").
 
-    selected_by: Split that selected the checkpoint, such as "validation". It is stored for every test set,
-    unless it is None.
-    forward_dtype: Dtype of the model. It is stored for every test set, unless it is None.
+    selected_by, forward_dtype: As in `write_results`. They are stored for every test set, unless they are
+    None.
     """
-    metrics, texts = {}, zip(TEXTS, (selected_by, forward_dtype), strict=True)
-    named = {name: text for name, text in texts if text is not None}
+    metrics, texts = {}, {"selected_by": selected_by, "forward_dtype": forward_dtype}
+    named = {name: text for name, text in texts.items() if text is not None}
     for name, result in results.items():
         values = {**result.metrics, "count": int(result.metrics.get("count", 0))}
         if "distinct_count" in values:
@@ -234,7 +219,7 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
     """Returns the content of scaling.json: accuracies for several numbers of steps and samples.
 
-    A step is one call of the model. A sample is one of several runs of a puzzle. The keys are:
+    The keys are:
 
     - the name of each option that is equal for all these numbers, such as "noise"
     - "sets": {test set: {"count": number of puzzles, "gigaflops_per_step": operations of a step on a puzzle

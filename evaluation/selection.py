@@ -1,8 +1,9 @@
 """Selects one of several samples (runs) of a puzzle, and counts right answers and model calls.
 
-No selection rule uses labels. Each rule picks the sample that minimizes one number, for example the number of
-steps. Ties go to the larger q_halt, then to the lower index. In a search, they go to the
-lower index. Sums are of integers, so the number of ranks and the batch size do not change them.
+A sample is one run of a puzzle, with its own random noise. No selection rule uses labels. Each rule picks the
+sample that minimizes one number, for example the number of steps. Ties go to the larger q_halt, then to the
+lower index. In a search, they go to the lower index. Sums are of integers, so the number of ranks and the
+batch size do not change them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACL
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The numbers of steps and of samples to evaluate, in all combinations.
-
-    A step is one call of the model. A sample is one run of a puzzle, with its own random noise.
+    """The numbers of steps (calls of the model) and of samples to evaluate, in all combinations.
 
     Attributes:
         steps: Numbers of steps, ascending.
@@ -56,7 +55,7 @@ class Settings:
 
 
 class Samples(NamedTuple):
-    """The answers of several runs ("samples") of the same puzzles. Arrays are [puzzles, samples].
+    """The answers of all samples of some puzzles. Arrays are [puzzles, samples].
 
     preds       uint8 or int32 [puzzles, samples, seq_len]: tokens of the answer
     q_halt      float32: the model's logit of "the answer is right"
@@ -79,7 +78,7 @@ class Samples(NamedTuple):
 
 
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
-    """Selects one of several runs ("samples") of each puzzle. Returns their indices, int64 [puzzles].
+    """Selects a sample of each puzzle. Returns their indices, int64 [puzzles].
 
     The rules prefer these samples:
 
@@ -93,7 +92,7 @@ def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarr
 
     by: The rule.
     samples: Answers of all samples, from the model call that `ANSWER_AT` names for the rule.
-    is_search: Whether the model is a search model (LDT). Then q_halt has no effect. If no sample of a puzzle
+    is_search: Whether the model is a search (LDT). Then q_halt has no effect. If no sample of a puzzle
     halted, the puzzle has no answer, and the index is -1.
     """
     values = {
@@ -112,10 +111,7 @@ def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarr
 
 
 def votes(preds: np.ndarray) -> np.ndarray:
-    """Returns how many runs of the same puzzle have the same answer: int64 [puzzles, runs].
-
-    preds: Tokens of the answers, [puzzles, runs, seq_len].
-    """
+    """Returns how many samples of the same puzzle have the same answer: int64 [puzzles, samples]."""
     num_puzzles, num_samples, _ = preds.shape
     flat = np.ascontiguousarray(preds.reshape(num_puzzles * num_samples, -1))
     _, kinds = np.unique(flat.view(np.dtype((np.void, flat.itemsize * flat.shape[1]))), return_inverse=True)
@@ -147,12 +143,10 @@ def predicted_tokens(logits: Tensor) -> Tensor:
 class Scores:
     """Counts right answers on this rank, for several numbers of steps and samples.
 
-    A step is one call of the model. A sample is one of several runs of a puzzle. Puzzles without a label do
-    not count.
+    Puzzles without a label do not count.
 
-    settings: Numbers of steps and samples to evaluate, and the rules that select a sample, such as "vote".
     rules: Function (inputs, answers) -> whether each answer obeys the rules of the puzzle, or None.
-    is_search: Whether the model is a search model (LDT).
+    is_search: Whether the model is a search (LDT).
 
     Attributes:
         sums: {(number of steps, number of samples, selection rule, figure): sum over puzzles}. Figures are

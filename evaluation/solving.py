@@ -33,7 +33,6 @@ from evaluation.test_time import (
 from evaluation.trace import Trace, trace_step
 from models import HaltingModel
 from models.carry import Carry, Reasoning, StepOutput
-from models.search import Search
 
 _FIRST_SAMPLES, _WIDEN_STEPS = 8, 16  # of a search
 _NOISE = 0.3  # the default for several samples, as in PTRM
@@ -76,7 +75,7 @@ class Step:
 class Answer(Step):
     """The model's final answer to a puzzle, and its answer after each model call.
 
-    The fields of `Step` describe the final answer. A step is one call of the model.
+    The fields of `Step` describe the final answer.
 
     puzzle         The puzzle.
     style          How the puzzle is drawn: symbols and colors.
@@ -142,7 +141,7 @@ def answer_puzzle(
     config = config.model_copy(update={"noise": _noise(model, config)})
     max_steps = config.steps or model.eval_reasoning(config.halting).max_steps
     reasoning = reasoning_of_samples(model, config, max_steps=max_steps, num_samples=config.samples)
-    is_search = isinstance(model.network, Search)
+    is_search = model.network.is_search
 
     traces: list[tuple[np.ndarray, Trace]] = []  # after each step: its attempts, and their trace
     batch = _batch_of(puzzle, identifier, row).to(device)
@@ -209,8 +208,7 @@ def _first_to_halt(
 ) -> int:
     """Runs a search model (LDT) on one puzzle several times, until the first run halts.
 
-    Returns the index of this run, or -1 if none halts. The runs ("samples") have different random numbers.
-    Only _FIRST_SAMPLES of them start at first. Their number doubles every _WIDEN_STEPS calls of the model.
+    Returns the index of this run, or -1 if none halts. The docstring of this file says when runs start.
 
     batch: Batch that contains only the puzzle.
     num_samples: Largest number of runs.

@@ -25,7 +25,6 @@ from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput, where
 from models.network import Network
 from models.random import SlotRng
-from models.search import Search
 
 _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of last steps
 
@@ -33,15 +32,14 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
     """Reads from the config of evaluate.py how to run each puzzle.
 
-    Returns two objects. The first contains settings such as noise, early halting, and the largest number of
-    calls of the model. The second contains the numbers of calls and of runs to compare, or is None if there
-    is nothing to compare. Raises ValueError if an option does not fit the model.
+    The second result contains the numbers of calls and of runs to compare. It is None if there is nothing to
+    compare. Raises ValueError if an option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
     reasoning = reasoning_of_samples(model, config, max_steps=steps[-1], num_samples=samples[-1])
     selects = tuple(config.select)
-    if isinstance(model.network, Search):
+    if model.network.is_search:
         selects = ("first_to_halt",)
     elif config.retry_samples is not None:
         raise ValueError("retry_samples is for models that search. This one does not. Remove it.")
@@ -66,7 +64,7 @@ def reasoning_of_samples(
     of_search = {name: getattr(config, name) for name in searches}
     of_flow = {"sde_noise": config.sde_noise}
     named = {name: value for name, value in (noises | of_flow | of_search).items() if value is not None}
-    known = of_search if isinstance(network, Search) else noises if keeps_state(network) else {}
+    known = of_search if network.is_search else noises if keeps_state(network) else {}
     if isinstance(network.arch, FlowConfig):
         known = known | of_flow
     if refused := [name for name in named if name not in known]:
@@ -75,7 +73,7 @@ def reasoning_of_samples(
         raise ValueError(f"{refused[0]} is for models that {what}. This one does not. Remove it.")
     named["step_noise"] = named.pop("noise", 0.0)
     selects = {config.select} if isinstance(config.select, str) else set(config.select)
-    if isinstance(network, Search) and (extra := selects - {"q_head", "first_to_halt"}):
+    if network.is_search and (extra := selects - {"q_head", "first_to_halt"}):
         effect = "has no effect in a search: the sample that halts first gives the answer"
         raise ValueError(f"select={min(extra)} {effect}. Remove it.")
     reasoning = dataclasses.replace(model.eval_reasoning(config.halting), max_steps=max_steps, **named)
@@ -93,7 +91,7 @@ def needs_draws(network: Network, reasoning: Reasoning) -> bool:
 
 
 def keeps_state(network: Network) -> bool:
-    return isinstance(network, Search) or bool(network.initial_state(1, seq_len=1))
+    return network.is_search or bool(network.initial_state(1, seq_len=1))
 
 
 def build_draw(
@@ -214,17 +212,12 @@ def run_settings(
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
     """Runs every puzzle several times, and yields the outputs when all its runs have ended.
 
-    Each run of a puzzle is called a sample. The samples differ in their random numbers. Only the largest
-    numbers of calls and samples in `scores.settings` are run. While they run, `scores` also counts the right
-    answers for the smaller numbers.
+    While they run, `scores` also counts the right answers for smaller numbers of calls and samples. Whenever
+    some puzzles have ended, yields a tuple of three parts:
 
-    For each puzzle, the first rule in `scores.settings.selects` then selects the sample that gives its
-    answer. Whenever some puzzles have ended, yields a tuple of three parts:
-
-    - outputs of the selected samples, one for each puzzle
+    - outputs of the samples that the first rule in `scores.settings.selects` selects, one for each puzzle
     - outputs of all samples, ordered by puzzle
-    - index of the selected sample of each puzzle, int64 [puzzles]. -1 means that a search model (LDT) has no
-      answer
+    - index of the selected sample of each puzzle, int64 [puzzles]. -1 means that a search has no answer
 
     With `scores.settings.retry_samples`, puzzles without an answer run again at the end, with other random
     numbers. Their outputs are those of the second run.
@@ -233,10 +226,9 @@ def run_settings(
     num_slots: Batch size of this rank. Each sample takes one position of the batch.
     vocab_size: Number of different tokens.
     scores: Receives the counts. `scores.settings` has the numbers of calls and of samples.
-    runs_all: Whether all samples of a search model (LDT) run to their end. If False, the first sample that
-    halts stops the other samples of its puzzle.
-    on_step: Function that is called after each model call, with the same arguments as `on_step` of
-    `answer_batches`.
+    runs_all: Whether all samples of a search (LDT) run to their end. If False, the first sample that halts
+    stops the other samples of its puzzle.
+    on_step: As in `answer_batches`.
     """
     options = {"seed": seed, "num_slots": num_slots, "vocab_size": vocab_size, "runs_all": runs_all}
     options["on_step"] = on_step
@@ -282,20 +274,17 @@ def _run_settings(
     attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
     numbers = {"num_samples": num_samples, "first_sample": first_sample}
     draw = build_draw(model.network, reasoning, seed=seed, **numbers)
-    race = Race(settings.samples) if isinstance(model.network, Search) and not runs_all else None
+    race = Race(settings.samples) if model.network.is_search and not runs_all else None
     needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in settings.selects))
-    waiting: dict[int, list[StepOutput]] = {
-        num_steps: [] for num_steps in settings.steps
-    }  # attempts by their steps
+    waiting: dict[int, list[StepOutput]] = {num_steps: [] for num_steps in settings.steps}
 
     def collect(output: StepOutput, halts: Tensor) -> None:
         carry = output.carry
         needed_state = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
-        for num_steps, parts in waiting.items():
+        for num_steps, parts in waiting.items():  # the attempts that have made num_steps steps
             # A sample that has halted counts for all larger numbers of steps, too.
             is_here = (carry.steps == num_steps) | (carry.halted & (carry.steps < num_steps))
-            if (is_here & carry.data.is_real).any():
-                slots = (is_here & carry.data.is_real).nonzero().flatten()
+            if len(slots := (is_here & carry.data.is_real).nonzero().flatten()):
                 parts.append(output._replace(carry=carry._replace(state=needed_state)).select(slots))
         on_step(output, halts)
 
@@ -320,13 +309,12 @@ def _run_settings(
 
 
 def _pop_complete(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Removes the puzzles that have outputs of all their samples (runs), and joins these outputs.
+    """Removes the puzzles that have outputs of all their samples from `parts`, and joins these outputs.
 
     The result is ordered by puzzle, then by sample. Its `carry.data.rows` contains indices of puzzles.
     Returns None if no puzzle has outputs of all its samples.
 
-    parts: Outputs of samples, in any order. The removed outputs are deleted from this list.
-    num_samples: Number of samples of each puzzle.
+    parts: Outputs of samples, in any order.
     """
     if not parts:
         return None

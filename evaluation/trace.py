@@ -12,7 +12,7 @@ from evaluation.selection import predicted_tokens
 from evaluation.test_time import build_draw
 from models import HaltingModel
 from models.carry import StepOutput
-from models.search import NO_GUESS, Search
+from models.lattice import NO_GUESS
 
 MOST_TOKENS = 31  # bits of a mask. A browser's integers have 32 bits
 
@@ -79,10 +79,10 @@ def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
     logits, state = output.prediction.logits, output.carry.state
     candidates = torch.zeros(len(logits), 0, dtype=torch.int64)
     guesses = torch.full((len(logits),), NO_GUESS, dtype=torch.int16)
-    if isinstance(model.network, Search) and logits.shape[-1] <= MOST_TOKENS:
-        board = model.network.view(state)
+    if model.network.is_search and logits.shape[-1] <= MOST_TOKENS:
+        is_candidate, guesses = model.network.view(state)
         bits = 2 ** torch.arange(logits.shape[-1], device=logits.device)
-        candidates, guesses = (board.candidates * bits).sum(-1), board.guess
+        candidates = (is_candidate * bits).sum(-1)
     tensors = (
         predicted_tokens(logits),
         logits.float().softmax(-1).amax(-1),

@@ -20,7 +20,7 @@ import importlib
 
 from config.architecture import Architecture, architectures
 from dataset.metadata import Metadata
-from models.blocks import Level
+from models.blocks import levels_of
 from models.halting import HaltingModel
 from models.network import Network
 from models.record import record  # noqa: F401
@@ -28,12 +28,9 @@ from runtime.plugins import plugin_of
 
 
 def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
-    """Builds a model with random initial weights.
+    """Builds a model with random initial weights, from torch's global random generator.
 
-    The weights are sampled with torch's global random generator.
-
-    arch: Config of the model, such as its number of layers. metadata: Description of the dataset, such as its
-    vocabulary size.
+    arch: Config of the model. metadata: Description of the dataset, such as its vocabulary size.
     """
     return HaltingModel(network_class(arch.name)(arch, metadata))
 
@@ -53,6 +50,5 @@ def recompute_blocks(model: HaltingModel) -> None:
 
     Training then needs less memory and more time. The gradients do not change.
     """
-    for module in model.modules():
-        if isinstance(module, Level):
-            module.recomputes_blocks = True
+    for level in levels_of(model).values():
+        level.recomputes_blocks = True

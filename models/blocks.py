@@ -35,13 +35,8 @@ class Block(nn.Module):
         mlp_t: SwiGLU | None = None,
     ):
         super().__init__()
-        mixes_otherwise = self_attn is not None or conv is not None
-        assert (mlp_t is not None) != mixes_otherwise, (
-            "pass only mlp_t, or at least one of self_attn and conv"
-        )
         self.self_attn, self.conv, self.mlp_t = self_attn, conv, mlp_t
-        self.mlp = mlp
-        self.eps = eps
+        self.mlp, self.eps = mlp, eps
 
     def forward(self, h: Tensor, rotary: Tensor | None) -> Tensor:
         if self.mlp_t is None:
@@ -131,8 +126,7 @@ def block_weights(network: nn.Module) -> frozenset[str]:
 def cast_blocks_(network: nn.Module) -> None:
     """Casts the weights of transformer blocks to the dtype of activations, in place.
 
-    This saves time in an evaluation, because a layer otherwise casts its weights in each call. Do not call it
-    before training, which updates float32 weights.
+    This saves time in an evaluation. Do not call it before training, which updates float32 weights.
     """
     for name in block_weights(network):
         weight = network.get_parameter(name)

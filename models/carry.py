@@ -26,11 +26,7 @@ State = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """Settings with which a model is called, such as the cycles in a call.
-
-    A model is called several times on each puzzle. The settings also contain the largest number of calls, and
-    the standard deviations of noise. Training and an evaluation may use different settings.
-    """
+    """Settings with which a model is called. Training and an evaluation may use different settings."""
 
     max_steps: int  # number of thinking steps after which a puzzle halts in any case
     # "max": No puzzle halts before max_steps. "act": Puzzles may halt before (models/halting.py).
@@ -90,14 +86,13 @@ class Prediction(NamedTuple):
 class Carry(NamedTuple):
     """State of a batch of puzzles between two calls of the model.
 
-    Each batch position works on one puzzle until the puzzle halts, that is, until the model stops working on
-    it. Then the batch position gets the next puzzle. If a batch position stores several puzzles at once (LDT
-    with boards_per_slot > 1), every tensor is [batch, boards, ...].
+    If a batch position stores several puzzles at once (LDT with boards_per_slot > 1), every tensor is [batch,
+    boards, ...].
 
     Attributes:
         state: Tensors of the network, such as hidden states, {name: tensor [batch, ...]}.
         steps: How many calls of the model each puzzle has had, int32 [batch].
-        halted: Which puzzles have halted, bool [batch].
+        halted: Which puzzles have halted, bool [batch]. Their batch positions get other puzzles next.
         data: The puzzles and their labels. Its field `answers` is None.
     """
 
@@ -107,11 +102,7 @@ class Carry(NamedTuple):
     data: Batch
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors of the carry as {name: tensor [batch, ...]}.
-
-        The names are those of `state`, such as "z_H", then "steps", "halted", and those of `data`, such as
-        "data.inputs".
-        """
+        """Returns all tensors as {name: tensor [batch, ...]}, such as "z_H", "steps" and "data.inputs"."""
         fields = self.data._asdict().items()
         data = {f"data.{name}": tensor for name, tensor in fields if tensor is not None}
         return {**self.state, "steps": self.steps, "halted": self.halted, **data}
@@ -128,17 +119,13 @@ class Carry(NamedTuple):
         )
 
     def select(self, slots: slice | Tensor) -> Carry:
-        """Returns a carry with only some batch positions.
-
-        slots: Batch positions, as a slice or as indices (int64 [n]).
-        """
+        """Returns a carry with only some batch positions. slots: A slice, or indices (int64 [n])."""
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
         """Returns a carry with one puzzle for each batch position, if batch positions store several.
 
-        picked: Index of the puzzle in each batch position, int64 [batch]. If None, each batch position stores
-        only one puzzle, and the carry itself is returned.
+        picked: Index of the puzzle in each batch position, int64 [batch]. If None, returns the carry itself.
         """
         if picked is None:
             return self
@@ -146,13 +133,9 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Overwrites one puzzle in each batch position, in place. Returns this carry.
+        """Reverses `boards`: overwrites one puzzle in each batch position, in place. Returns this carry.
 
-        It is the inverse of `boards`, for batch positions that store several puzzles.
-
-        picked: Index of the puzzle in each batch position, int64 [batch]. If None, each batch position stores
-        only one puzzle. Then `boards` is returned, and this carry does not change. boards: The new puzzles,
-        one for each batch position.
+        If `picked` is None, returns `boards`, the new puzzles, and does not change this carry.
         """
         if picked is None:
             return boards

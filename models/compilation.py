@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from models.blocks import Level
+from models.blocks import levels_of
 
 # Number of steps after which compiling has saved more time than it took. Measured on two CPU cores: compiling
 # takes 20 to 30 s, or 96 s under other load. The longer time counts here, because the load may end later.
@@ -91,12 +91,10 @@ def compile_blocks(model: nn.Module) -> None:
     # inputs with gradient. Compiling levels instead would make steps 1 to 3 % shorter, but compiling would
     # take longer with more blocks. Each batch size has its own graphs. With dynamic sizes, torch would
     # replace the first graph after a second size, and a resumed run would not be bit-identical.
-    for module in model.modules():
-        if isinstance(module, Level):
-            module.is_compiled = True
-            for block in (
-                child for child in module.layers.children() if any(True for _ in child.parameters())
-            ):
+    for level in levels_of(model).values():
+        level.is_compiled = True
+        for block in level.layers.children():
+            if any(True for _ in block.parameters()):
                 block.compile(dynamic=False, options=COMPILER_OPTIONS)
 
 

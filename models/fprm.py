@@ -125,8 +125,7 @@ class FPRM(TokenNetwork):
 
     def __init__(self, arch: FPRMConfig, metadata: Metadata):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
-        # All weights are sampled from one random generator, so the order of creation (heads, level) fixes the
-        # initial weights. The order of assignment (level, heads) is the order in which `forward` uses them.
+        # The order of creation (heads, level) fixes the initial weights. See models/trm.py.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = FixedPointLevel(arch, metadata)
         self.lm_head, self.q_head = lm_head, q_head

@@ -54,25 +54,15 @@ if TYPE_CHECKING:
     from models.network import Network
 
 
-def q_head_wants_to_halt(prediction: Prediction, arch: ArchConfig) -> Tensor:
-    return prediction.q_halt > (0 if arch.no_ACT_continue else prediction.q_continue)
-
-
 def sample_exploration(
     arch: ArchConfig, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
 ) -> dict[str, np.ndarray]:
-    """Samples how many model calls each puzzle must have had before it may halt.
+    """Samples how many thinking steps each slot must have made before it may halt ("exploration" above).
 
-    A puzzle halts if the model stops working on it. To explore, training sometimes continues with a puzzle on
-    which the model would stop.
-
-    Returns {"min_steps": int32 [batch_size]} for one training step. If a puzzle has had fewer calls of the
-    model, it does not halt in this step. With probability arch.halt_exploration_prob, the number is uniform
-    from 2 to reasoning.max_steps. Otherwise, it is 0. If arch.halt_exploration_prob is 0 or
-    reasoning.max_steps is 1, returns {}. Runs on the host.
+    Returns {"min_steps": int32 [batch_size]} for one training step, with 0 for slots that do not explore. If
+    arch.halt_exploration_prob is 0 or reasoning.max_steps is 1, returns {}. Runs on the host.
 
     step: Number of the training step. batch_size: Size of the global batch. All numbers depend on it.
-    reasoning: Settings of the model's calls in training.
     """
     if not arch.halt_exploration_prob or reasoning.max_steps == 1:
         return {}
@@ -104,8 +94,7 @@ class HaltingModel(nn.Module):
     def eval_reasoning(self, halting: Literal["max", "act"]) -> Reasoning:
         """Returns the settings for an evaluation, such as the largest number of calls.
 
-        Pass the result to `refill` and to calls of the model. The largest number of calls applies to each
-        puzzle.
+        Pass the result to `refill` and to calls of the model.
 
         halting: If "max", every puzzle gets the largest number of calls. If "act", a puzzle may halt after
         fewer calls. For LDT, the setting is always "act".
@@ -185,12 +174,10 @@ class HaltingModel(nn.Module):
     ) -> Tensor:
         """Returns which puzzles are finished (halt) after a call of the network: bool [batch].
 
-        Every puzzle halts after reasoning.max_steps calls. With reasoning.halting="act", it may halt earlier.
         The table in the docstring of this file lists the rules of each model.
 
-        carry: State of the batch after the call. Its field `halted` is not read. prediction: Output of the
-        call. rng: Random numbers of this call. In training, its field `arrays` contains the result of
-        `Network.sample_randomness`, such as the smallest number of calls for each puzzle.
+        carry: State of the batch after the call. Its field `halted` is not read. rng: Random numbers of this
+        call. In training, its field `arrays` contains the result of `Network.sample_randomness`.
         """
         is_last = carry.steps >= reasoning.max_steps
         if reasoning.halting == "max":

@@ -7,20 +7,10 @@ training step runs one thinking step of every slot. The texts below describe the
 Thinking step      `HRM.forward` below: two H cycles. An H cycle calls level L twice, then level H once.
 Gradient           The last call of L and the last call of H have gradient. All earlier calls, and earlier
                    thinking steps, have none.
-Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.embed` (models/network.py) puts
-                   it before the cells. In each training step, sign SGD with weight decay updates the vectors
-                   of the puzzles in the batch (models/puzzle_embedding.py).
-Halting            Training: A slot halts after 16 thinking steps, or earlier if q_halt > q_continue. In each
-                   training step, a slot explores with probability 0.1: it samples a minimum from 2 to 16. If
-                   it has made fewer thinking steps on its puzzle, it does not halt in this training step. The
-                   next training step samples again.
-                   Evaluation: With halting=max, the default, every slot runs 16 thinking steps. With
-                   halting=act, slots halt as in training, but do not explore (models/halting.py).
-Loss               Loss of a slot: the mean over its labeled cells of the stablemax cross-entropy, plus 0.5
-                   times the binary cross-entropies of q_halt and q_continue. The target of q_halt is 1 if all
-                   labeled cells are right. The target of q_continue comes from one more forward pass without
-                   gradient: sigmoid(max(q_halt, q_continue)) after that pass. The loss of a training step is
-                   the sum over all slots, divided by the number of slots of the global batch
+Puzzle embedding   As in models/trm.py, but by default in one position.
+Halting            As in models/trm.py, but a slot halts earlier if q_halt > q_continue (models/halting.py).
+Loss               As in models/trm.py, plus 0.5 times the binary cross-entropy of q_continue. Its target is
+                   sigmoid(max(q_halt, q_continue)) after one more forward pass without gradient
                    (models/objective.py).
 """
 

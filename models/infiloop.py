@@ -104,8 +104,7 @@ class InfiLoop(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
-        # adds damping and noise (models/noise.py). Both are off by default.
+        # L(z, x) is blocks(z + x). `perturbed` adds damping and noise (models/noise.py), by default none.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
         log_D_H = self.gate_H.start(z_H, state["log_D_H"])

@@ -1,6 +1,7 @@
 """The boards of LDT: their start, their moves, and what happens after a move.
 
-models/ldt.py introduces the words lost, contradictory, solved, open and given.
+A board is a puzzle with candidates for each cell, the values that are still possible. models/ldt.py
+introduces the words lost, contradictory, solved, open and given.
 
 The state of a slot (`start_boards` makes it, and `move` changes alive, guess and outcome):
 
@@ -49,16 +50,13 @@ from torch import Tensor
 from config.architecture import LDTConfig
 from models.carry import Reasoning, State, where
 from models.random import SlotRng
-from models.search import NO_GUESS
 
+NO_GUESS, RESET = -1, -2  # in place of a guessed cell. RESET: the board was reset to its start
 SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
 
 class Outputs(NamedTuple):
-    """The logits of the LDT network for boards, after each loop.
-
-    A board is a puzzle in which each cell has some candidates, the values that are still possible. A loop is
-    one pass through the transformer blocks of the network.
+    """The logits of the LDT network for boards, after each loop through its transformer blocks.
 
     Attributes:
         keep: Logit that a value is the right one in a cell, float32 [batch, loops, cells, values].
@@ -76,17 +74,14 @@ class Outputs(NamedTuple):
 
 
 def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = None) -> State:
-    """Returns the initial state of boards (puzzles with candidates for each cell).
-
-    Candidates are the values that a cell may still have. The state contains the tensors "alive" (candidates
-    now), "entered" (candidates at the start), "target" (solution for training), "outcome" and "guess" (of the
-    last move), and "answers" if `answers` is passed. The docstring of this file lists their shapes.
+    """Returns the state of boards before their first move. The docstring of this file lists its tensors.
 
     entered: Candidates at the start, uint8 [batch, cells, values]. solution: One-hot solution, in the same
     shape. answers: All right answers of each puzzle as indices of values, int16 [batch, answers, cells], or
     -1 in unused entries. If they are passed, `solution` has no effect.
     """
-    target = solution * _contains(entered, solution)[:, None, None]  # all 0 on a board with a wrong hint
+    has_solution = ((entered & solution).sum(-1) == 1).all(-1)  # bool [batch]
+    target = solution * has_solution[:, None, None]  # all 0 on a board with a wrong hint
     outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
     guess = torch.full_like(outcome, NO_GUESS, dtype=torch.int16)
     state = {"alive": entered, "entered": entered, "target": target, "guess": guess, "outcome": outcome}
@@ -96,14 +91,10 @@ def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = Non
 
 
 def with_target(state: State) -> State:
-    """Updates the training target of puzzles that have several right answers.
+    """Returns the state with a new training target: the union of the answers that fit each board.
 
-    Returns a new state. An answer is still possible if its value in every cell is a candidate of this cell.
-    In the new target, uint8 [batch, cells, values], an entry is 1 if a possible answer has this value in this
-    cell. If no answer of a puzzle is possible, its target does not change. If each puzzle has only one
-    answer, returns `state` itself.
-
-    state: Result of `start_boards` or `move`.
+    An answer fits if its value in every cell is a candidate. If no answer fits, the target does not change.
+    If the state has no "answers", returns `state` itself.
     """
     if "answers" not in state:
         return state
@@ -122,10 +113,9 @@ def _fits(state: State) -> Tensor:  # which answers fit the board, bool [batch, 
 
 
 def with_hints(entered: Tensor, solution: Tensor, arch: LDTConfig, rng: SlotRng) -> Tensor:
-    """Adds random hints to puzzles in training: some cells get only one possible value.
+    """Adds random hints to boards in training: some open cells keep only one candidate.
 
-    Returns the new candidates (possible values). Only open cells, those with several candidates, get hints.
-    Each puzzle has one of three kinds of hints:
+    Returns the new candidates. Each board has one of three kinds of hints:
 
     - with probability arch.hint_prob: right hints in 0 to 100 % of its open cells
     - with probability arch.wrong_hint_prob: hints in 10 to 100 % of its open cells. 1 to 30 % of these hints
@@ -162,19 +152,11 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Removes unlikely candidates (possible values) from cells, and may guess a value.
+    """Makes a move on each board. The docstring of this file lists its three parts. Returns the new state.
 
-    Returns the new state. A move has three steps for each puzzle:
-
-    1. Remove the candidates with a low `keep` probability (`kills`).
-    2. If a cell has no candidate, or if the `conflict` probability is high, the outcome is CONTRADICTORY.
-       Otherwise, if every cell has one candidate, the outcome is SOLVED.
-    3. If there is no outcome, guess: choose a cell with several candidates, and one of these candidates.
-       Remove the other candidates of this cell.
-
-    state: Puzzles with their candidates, from `start_boards` or from the previous move. last: Logits from
-    `Outputs.last`. arch, reasoning: Thresholds for steps 1 and 2, and the rules for guesses. in_search: True
-    in an evaluation. The caller then restores the initial candidates of contradictory puzzles.
+    state: Result of `start_boards` or of the previous move. last: Logits from `Outputs.last`. arch,
+    reasoning: Thresholds for parts 1 and 2, and the rules for guesses. in_search: True in an evaluation. The
+    caller then restores the initial candidates of contradictory boards.
     """
     state = with_target(state)
     # 1. Remove candidates.
@@ -218,56 +200,38 @@ def move(
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
     """Returns which candidates `move` removes: bool [batch, cells, values].
 
-    Candidates are the values that are still possible in a cell. A candidate is removed if its probability of
-    being right is below arch.kill_threshold. Cells that had only one candidate at the start keep it.
+    A candidate is removed if its probability of being right is below arch.kill_threshold. Given cells keep
+    their candidate.
 
-    state: Puzzles with their candidates, from `start_boards` or from the previous move. keep: Logits of these
-    probabilities, [batch, cells, values].
+    state: Result of `start_boards` or of the previous move. keep: Logits of these probabilities, [batch,
+    cells, values].
     """
     is_open = ~given_cells(state)[..., None]
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & is_open
 
 
 def leaves(state: State) -> Tensor:
-    """Returns which puzzles are finished after `move` in training: bool [batch].
+    """Returns which boards leave their slot in training, if `state` is the result of `move`: bool [batch].
 
-    A puzzle is finished in two cases:
-
-    - Every cell has one candidate (possible value), right or wrong.
-    - The network calls the puzzle contradictory, and some cell has in fact lost its right value.
-
-    state: State after the move.
+    A board leaves if it is solved, right or wrong, or if it is both contradictory and lost.
     """
     outcome = state["outcome"]
     return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & is_lost(state))
 
 
 def given_cells(state: State) -> Tensor:
-    """Returns which cells had only one candidate (possible value) at the start.
-
-    The result is bool [batch, cells]. state: Result of `start_boards` or `move`.
-    """
+    """Returns which cells had only one candidate at the start: bool [batch, cells]."""
     return state["entered"].sum(-1) == 1
 
 
 def is_lost(state: State) -> Tensor:
-    """Returns which puzzles have a cell without any right candidate: bool [batch].
+    """Returns which boards have a cell without any right candidate, by `target`: bool [batch].
 
-    Candidates are the values that are still possible in a cell. state["target"] contains the right values. In
-    training, a call of the model only removes candidates, so it cannot solve such a puzzle.
-
-    state: Result of `start_boards` or `move`.
+    In training, a move only removes candidates, so it cannot solve such a board.
     """
     return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
 
 
 def is_right(state: State) -> Tensor:
-    """Returns which puzzles still have a right answer among their candidates: bool [batch].
-
-    Candidates are the values that are still possible in a cell.
-    """
+    """Returns which boards still have a right answer among their candidates: bool [batch]."""
     return _fits(state).any(-1) if "answers" in state else ~is_lost(state)
-
-
-def _contains(alive: Tensor, solution: Tensor) -> Tensor:  # bool [batch]. Both are [batch, cells, values]
-    return ((alive & solution).sum(-1) == 1).all(-1)

@@ -60,19 +60,16 @@ from dataset.loader import Batch
 from dataset.metadata import IGNORE_LABEL_ID, Metadata, columns_of
 from models.blocks import Level
 from models.carry import Reasoning, State, where
-from models.lattice import CONTRADICTORY, SOLVED, Outputs, leaves, move, start_boards, with_hints
+from models.lattice import CONTRADICTORY, RESET, SOLVED, Outputs, leaves, move, start_boards, with_hints
 from models.layers import Attention, Dropout, LayerNorm, Linear, grid_angles, rotary_table
 from models.ldt_objective import BoardObjective
 from models.ldt_symmetry import BoardSymmetry
+from models.network import Network
 from models.random import SlotRng
-from models.search import RESET, Search, SearchView
 
 
 class LDTPrediction(NamedTuple):
-    """The output of one call of LDT: the answer, and the logits of the network.
-
-    Each cell of a puzzle has candidates, the values that are still possible. The network reads the
-    candidates, and the call then changes them.
+    """The output of one call of LDT: the answer after the move, and the logits of the network before it.
 
     Attributes:
         logits: Logits of the answer, [batch, seq_len, vocab], from the candidates after the call.
@@ -123,12 +120,11 @@ class PreNormBlock(nn.Module):
         return h + of_mlp(self.down_proj(F.gelu(self.up_proj(self.norm2(h)))))
 
 
-class LDT(Search):
-    """The network of LDT (arXiv 2605.08605). Its state is the candidates of each cell.
+class LDT(Network):
+    """The network of LDT (arXiv 2605.08605). Its state is a board: the possible values of each cell.
 
-    A board is a puzzle with candidates, the values that are still possible in each cell. A call of the
-    network removes candidates, or guesses the value of a cell. `look` computes the logits for this from
-    boards, [batch, cells, values]:
+    A call of the network removes candidates, the possible values, or guesses the value of a cell. `look`
+    computes the logits for this from boards, [batch, cells, values]:
 
         h = h0 = input_proj(board)                  [batch, cells, hidden]
         loops times:
@@ -138,9 +134,8 @@ class LDT(Search):
             keep, digit = keep_head(h), digit_head(h)
             conflict = conflict_head(u at cls)
 
-    [ , ] concatenates along the positions. cls is a learned vector. keep and digit are logits of each value
-    of each cell, and conflict is a logit of the board (`models.lattice.Outputs`). All loops have gradient.
-    The loss uses the logits of all loops. The call uses the logits of the last loop to change the board.
+    [ , ] concatenates along the positions. cls is a learned vector. `models.lattice.Outputs` describes the
+    logits. The loss uses those of all loops. The move uses those of the last loop.
 
     Attributes:
         values: Tokens that occur in labels of the training data, int64 [values]. The axis "values" of boards
@@ -151,6 +146,7 @@ class LDT(Search):
     """
 
     objective_class = BoardObjective
+    is_search = is_random = True
     of_data = ("candidates", "symmetries")
 
     def __init__(self, arch: LDTConfig, metadata: Metadata):
@@ -202,6 +198,12 @@ class LDT(Search):
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
+        """Returns a copy of the metadata of a dataset, with the facts that the network needs.
+
+        Example: which labels a cell may have, by its input token. The files of a dataset do not contain them.
+
+        weights: State dict of a trained network. The tensors with names in `of_data` contain the facts.
+        """
         table = weights["candidates"][: metadata.vocab_size, : metadata.vocab_size]
         candidates = tuple(table.flatten().nonzero().flatten().tolist())
         may_turn, may_permute = map(bool, weights["symmetries"])
@@ -225,11 +227,16 @@ class LDT(Search):
         answers = torch.where(self.values[indices] == answers, indices, -1).to(torch.int16)
         return start_boards(entered, solution, answers)
 
-    def view(self, state: State) -> SearchView:
+    def view(self, state: State) -> tuple[Tensor, Tensor]:
+        """Returns the candidates of each cell and the last guess, for display.
+
+        The first is bool [batch, seq_len, vocab]. The second is the guessed cell, NO_GUESS or RESET, int16
+        [batch].
+        """
         candidates = state["alive"].new_zeros(*state["alive"].shape[:2], len(self.candidates))
         candidates[..., self.values] = state["alive"]
         guess = torch.where(state["outcome"] == CONTRADICTORY, RESET, state["guess"])
-        return SearchView(candidates.bool(), guess)
+        return candidates.bool(), guess
 
     # Halting.
 
@@ -275,10 +282,10 @@ class LDT(Search):
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
-        """Runs the network on boards (puzzles with candidates). Returns its logits after each loop.
+        """Runs the network on boards. Returns its logits after each loop.
 
-        If `rng` is passed, each board is first transformed by a random symmetry (`BoardSymmetry`). Example:
-        the grid is rotated, and the values are permuted. The logits are transformed back.
+        If `rng` is passed, each board is first transformed by a random symmetry (`BoardSymmetry`), and the
+        logits are transformed back.
 
         alive: Candidates, uint8 [batch, cells, values]. loops: How often the data pass through the blocks.
         dropout: Dropout probability. If it is not 0, `rng` is needed.
@@ -314,6 +321,7 @@ class LDT(Search):
         return torch.cat((table[None], self.cls_pos), dim=1)
 
     def facts(self) -> dict[str, Any]:
+        """Returns the constants with which a web page runs the search: {name: value for JSON}."""
         return {
             "values": self.values.tolist(),
             "candidates": self.candidates[:, self.values].tolist(),  # of each token

@@ -45,12 +45,7 @@ if TYPE_CHECKING:
 class BoardObjective:
     """The loss and the metrics of LDT, with the same methods as `models.objective.Objective`.
 
-    In LDT, each cell of a puzzle has candidates, the values that are still possible. The loss is a weighted
-    sum of three losses. The docstring of this file contains the formulas.
-
-    - keep_loss: binary cross-entropy. Is this value the right one in this cell?
-    - digit_loss: cross-entropy over the values of a cell. Which value is right?
-    - conflict_loss: binary cross-entropy. Has some cell lost its right value as a candidate?
+    The docstring of this file contains the formulas.
     """
 
     # {metric: the sum that divides it}. "count" is the number of puzzles with a label.

@@ -16,14 +16,10 @@ _HALF_TURNS = (0, 1, 4, 5)  # numbers of the symmetries that map rows to rows (`
 
 
 class BoardSymmetry(nn.Module):
-    """Rotates or reflects the grids of puzzles at random, and permutes the values of cells.
+    """Rotates or reflects boards, [cells, values], at random, and permutes the values of their cells.
 
-    A board, [cells, values], contains a number for each value that a cell may have, in each cell of the grid.
-    A symmetry first moves cells: it rotates or reflects the grid. Then it permutes the values, in the same
-    way in all cells. Example: each 3 becomes a 7.
-
-    The module has no weights. `sample` samples a symmetry for each board of a batch, `transform` applies it,
-    and `transform_back` reverses it.
+    A symmetry first moves the cells of the grid. Then it permutes the values, in the same way in all cells.
+    Example: each 3 becomes a 7. The module has no weights.
 
     Args:
         grid: Indices of the cells, [rows, columns].
@@ -40,13 +36,10 @@ class BoardSymmetry(nn.Module):
         self.register_buffer("turned_cells", cells, persistent=False)
 
     def sample(self, rng: SlotRng) -> Tensor:
-        """Samples a rotation or reflection, and a permutation of the values, for each board.
+        """Samples a symmetry for each board. Returns `sources`, int64 [batch, cells * values].
 
-        Returns int64 [batch, cells * values], the argument `sources` of `transform`. If a board and its
-        transformed copy are flattened to [cells * values], entry i of the copy is entry sources[i] of the
-        board.
-
-        rng: Random numbers, different for each board of the batch.
+        If a board and its transformed copy are flattened to [cells * values], entry i of the copy is entry
+        sources[i] of the board.
         """
         symmetry = rng.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(self.num_values, device=symmetry.device).expand(len(symmetry), -1)
@@ -57,27 +50,14 @@ class BoardSymmetry(nn.Module):
 
     @staticmethod
     def transform(boards: Tensor, sources: Tensor) -> Tensor:
-        """Rotates or reflects the grid of each board, and permutes the values of its cells.
-
-        The cells of a board move to other places of the grid. The numbers of a cell move along the axis of
-        values, in the same way in all cells of a board. The order of the boards in the batch does not change.
-        The result has the shape of `boards`.
-
-        boards: A number for each value of each cell, [batch, cells, values]. sources: For each entry of the
-        result, the index of the entry of the board that moves there, int64 [batch, cells * values], from
-        `sample`.
-        """
+        """Applies a symmetry to each board, [batch, cells, values]. sources: Result of `sample`."""
         return boards.flatten(1).gather(1, sources).view(boards.shape)
 
     @staticmethod
     def transform_back(outputs: Tensor, sources: Tensor) -> Tensor:
-        """Reverses `transform`, for tensors that a network computed from transformed boards.
+        """Reverses `transform`, for outputs of a network, [batch, loops, cells, values].
 
-        The cells move back to their places, and the values to their old order. The result has the shape of
-        `outputs`.
-
-        outputs: A number for each value of each cell, [batch, loops, cells, values]. sources: The tensor that
-        was passed to `transform`, int64 [batch, cells * values].
+        sources: The tensor that was passed to `transform`.
         """
         targets = sources[:, None].expand(-1, outputs.shape[1], -1)
         zeros = torch.zeros_like(targets, dtype=outputs.dtype)
@@ -97,9 +77,5 @@ def turned_cells(grid: np.ndarray, *, may_turn: bool, has_boxes: bool) -> Tensor
     is_square = rows == columns and (not has_boxes or np.isclose(rows**0.5 % 1, 0))
     symmetries = [0] if not may_turn else range(8) if is_square else _HALF_TURNS
     # Symmetry 2 k + f is k quarter turns to the left, then a left-right reflection if f = 1.
-    turned = (np.rot90(grid, symmetry // 2) for symmetry in symmetries)
-    turned = [
-        np.fliplr(cells) if symmetry % 2 else cells
-        for symmetry, cells in zip(symmetries, turned, strict=True)
-    ]
+    turned = [np.rot90(grid, symmetry // 2)[:, :: -1 if symmetry % 2 else 1] for symmetry in symmetries]
     return torch.from_numpy(np.stack(turned).reshape(len(turned), -1).astype(np.int64))

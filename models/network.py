@@ -17,16 +17,12 @@ from config.architecture import ArchConfig, TokenConfig
 from dataset.loader import Batch
 from dataset.metadata import Metadata
 from models.carry import Prediction, Reasoning, State
-from models.halting import q_head_wants_to_halt, sample_exploration
+from models.halting import sample_exploration
 from models.layers import Embedding, Linear, rotary_angles, rotary_table
 from models.noise import with_initial_noise
 from models.objective import Objective
 from models.puzzle_embedding import PuzzleEmbedding
 from models.random import SlotRng
-
-# Initially q_halt and q_continue are both -5. So no slot halts early, whether the rule is q_halt > 0 or
-# q_halt > q_continue.
-_Q_HEAD_BIAS = -5.0
 
 
 class Network(nn.Module):
@@ -39,8 +35,11 @@ class Network(nn.Module):
     Attributes:
         objective: The loss and the metrics, an instance of `objective_class`.
         undecayed: Names of the parameters without weight decay.
-        is_search: Whether the network searches for the answer in an evaluation (`models.search.Search`).
+        is_search: Whether an evaluation is a search for the answer, as in LDT. Each call is one step of the
+            search, and the slot halts if the search has found an answer. If several searches run on a puzzle,
+            the first one to finish gives the answer.
         is_random: Whether every evaluation needs random numbers.
+        of_data: Names of the tensors in a checkpoint that describe the training data, such as "candidates".
         boards_per_slot: Number of puzzles that a batch position stores in training. Each training step works
             on one of them.
         num_answers: Largest number of right answers of a puzzle that training uses. If 1, it uses the label.
@@ -52,14 +51,16 @@ class Network(nn.Module):
     undecayed: ClassVar[tuple[str, ...]] = ()
     is_search: ClassVar[bool] = False
     is_random: ClassVar[bool] = False
+    of_data: ClassVar[tuple[str, ...]] = ()
     boards_per_slot: int = 1
     num_answers: int = 1
     puzzle_emb: PuzzleEmbedding | None
 
     def __init__(self, arch: ArchConfig):
         super().__init__()
+        assert arch.forward_dtype != "auto", "replace forward_dtype=auto by bfloat16 or float32 first"
         self.arch, self.objective = arch, self.objective_class(arch)
-        self.dtype, self.puzzle_emb = dtype_of(arch), None
+        self.dtype, self.puzzle_emb = getattr(torch, arch.forward_dtype), None
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         """Returns the state before the first call on a puzzle: {name: tensor [batch_size, ...]}.
@@ -109,14 +110,13 @@ class Network(nn.Module):
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
         """Returns the puzzles on which the network wants to stop after a call: bool [batch].
 
-        By default, these are the puzzles with q_halt > 0, where the answer is more likely right than wrong.
-        With arch.no_ACT_continue=false, they are those with q_halt > q_continue. `HaltingModel.halts` also
-        applies the smallest and the largest number of calls.
+        The Q head decides by default (models/halting.py). `HaltingModel.halts` also applies the smallest and
+        the largest number of calls.
 
         state, prediction: Results of the call. rng: Random numbers of the call. None in an evaluation without
         noise.
         """
-        return q_head_wants_to_halt(prediction, self.arch)
+        return prediction.q_halt > (0 if self.arch.no_ACT_continue else prediction.q_continue)
 
     def sample_randomness(
         self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
@@ -152,12 +152,12 @@ class TokenNetwork(Network):
         width = arch.hidden_size
         self.num_puzzle_positions = arch.num_puzzle_positions
         num_positions = self.num_puzzle_positions + metadata.seq_len
-        self.embed_tokens = Embedding(metadata.vocab_size, width, std=width**-0.5, dtype=self.dtype)
+        self.embed_tokens = Embedding(metadata.vocab_size, width, dtype=self.dtype)
         if arch.puzzle_emb_ndim:
             self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, arch.puzzle_emb_ndim)
         self.embed_pos = rotary = None
         if arch.pos_encodings == "learned":
-            self.embed_pos = Embedding(num_positions, width, std=width**-0.5, dtype=self.dtype)
+            self.embed_pos = Embedding(num_positions, width, dtype=self.dtype)
         elif arch.pos_encodings == "rope":
             head_dim = width // arch.num_heads
             rotary = rotary_table(rotary_angles(num_positions, head_dim, base=arch.rope_theta))
@@ -198,9 +198,6 @@ class TokenNetwork(Network):
     def answer(self, z_H: Tensor) -> Prediction:
         """Applies the output layers to a hidden state. Returns logits, q_halt and q_continue.
 
-        The logits are [batch, seq_len, vocab]. q_halt and q_continue decide when the model stops working on a
-        puzzle.
-
         z_H: Hidden state after a call of the network, [batch, positions, hidden].
         """
         logits = self.lm_head(z_H)[:, self.num_puzzle_positions :]
@@ -209,43 +206,27 @@ class TokenNetwork(Network):
     def q_values(self, z_H: Tensor) -> tuple[Tensor, Tensor]:
         """Returns q_halt and q_continue, each float32 [batch].
 
-        q_halt is the logit of the probability that the answer is right. q_continue predicts how good the
-        answer of a further call would be. They decide whether the model stops working on a puzzle
-        (models/halting.py).
-
-        They are computed from position 0 of z_H. If a convolution replaces attention (arch.conv=instead),
-        they are computed from the mean over all positions, because position 0 then depends only on cells near
-        it.
-
-        z_H: Hidden state, [batch, positions, hidden].
+        `models.carry.Prediction` describes them. They are computed from position 0 of z_H, [batch, positions,
+        hidden]. If a convolution replaces attention (arch.conv=instead), they are computed from the mean over
+        all positions, because position 0 then depends only on the cells near it.
         """
-        # With conv=instead, position 0 depends only on the cells near it.
         read = z_H.mean(dim=1) if self.arch.conv == "instead" else z_H[:, 0]
         q = self.q_head(read).float()
         return q[:, 0], q[:, 1]
 
 
 def build_q_head(width: int) -> Linear:
-    """Builds the output layer for two logits that decide when a puzzle halts.
+    """Builds the output layer for q_halt and q_continue, the logits that decide when a puzzle halts.
 
-    The logits are q_halt and q_continue. Initially both are -5 for every hidden state, so puzzles do not halt
-    early.
+    Initially both are -5 for every hidden state. So no slot halts early, whether the rule is q_halt > 0 or
+    q_halt > q_continue.
     """
     q_head = Linear(width, 2, bias=True)
     nn.init.zeros_(q_head.weight)
-    nn.init.constant_(q_head.bias, _Q_HEAD_BIAS)
+    nn.init.constant_(q_head.bias, -5.0)
     return q_head
 
 
 def gradient_if(has_gradient: bool) -> contextlib.AbstractContextManager:
     """Returns `torch.no_grad()` if `has_gradient` is False, else a context manager without effect."""
     return contextlib.nullcontext() if has_gradient else torch.no_grad()
-
-
-def dtype_of(arch: ArchConfig) -> torch.dtype:
-    """Returns the dtype of activations: torch.bfloat16 or torch.float32.
-
-    It is the value of arch.forward_dtype, which must not be "auto".
-    """
-    assert arch.forward_dtype != "auto", "replace forward_dtype=auto by bfloat16 or float32 first"
-    return getattr(torch, arch.forward_dtype)

@@ -26,9 +26,9 @@ def perturbed(
 ) -> Callable[[Tensor, Tensor | int], Tensor]:
     """Returns a function that calls a stack of blocks, and adds damping and noise.
 
-    The function takes (z, injection), and calls level(z, injection, *context), then `perturb`. Without
-    damping and noise, it only calls `level`. It counts its calls, so that each of them gets different noise.
-    Create a new function in each call of the network, so that the count starts from 0.
+    The function takes (z, injection), and calls level(z, injection, *context), then `perturb`. It counts its
+    calls, so that each of them gets different noise. Create a new function in each call of the network, so
+    that the count starts from 0.
 
     Args:
         level: Stack of blocks. It gets the hidden state z, and a tensor to add to it.

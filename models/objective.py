@@ -66,8 +66,6 @@ ContinueTarget = tuple[Tensor, Tensor, Tensor]
 class Objective:
     """The loss and the metrics of a model that returns logits and q_halt.
 
-    q_halt is the logit of the probability that the answer is right.
-
     Attributes:
         metrics: Metrics of an evaluation, {metric: name of the sum that divides it, or None}. Example:
             "exact_accuracy": "count" divides the number of right answers by the number of puzzles. The method
@@ -144,8 +142,7 @@ class Objective:
         """Returns the sums of the metrics of an evaluation over a batch: {name: scalar tensor}.
 
         Losses are computed without label smoothing, and summed over all puzzles with labels. The other sums
-        that `metrics` needs contain only puzzles with labels that have halted (on which the model has stopped
-        working).
+        contain only puzzles with labels that have halted.
 
         output: Result of the last call of the model on each puzzle.
         """
@@ -195,23 +192,16 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> list[ContinueTarget]:
-        """Returns the training targets of the network's output q_continue.
+        """Returns the training targets of q_continue. The arguments are those of `losses`.
 
-        q_continue is the logit of the probability that the answer will be right after more calls of the
-        network. Its target is sigmoid(max(q_halt, q_continue)) after one more call (arXiv 2506.21734, section
-        2). For a puzzle that has already had max_steps calls, the target is sigmoid(q_halt) after one more
-        call (arXiv 2407.04811).
-
-        The result is a list of (logits, targets, mask), each [batch]. The mask selects the puzzles that have
-        a target.
+        The target is sigmoid(max(q_halt, q_continue)) after one more call (arXiv 2506.21734, section 2). For
+        a puzzle that has already had max_steps calls, it is sigmoid(q_halt) after one more call (arXiv
+        2407.04811).
 
         - With arch.q_target=exact, the list has one entry, for q_continue of this call.
-        - With q_target=deferred, the first entry is for q_continue of the previous call, because this call
-          gives its targets. If puzzles halt in this call, the second entry is for their q_continue of this
-          call.
+        - With q_target=deferred, the first entry is for q_continue of the previous call. If puzzles halt in
+          this call, the second entry is for their q_continue of this call.
         - If q_continue is not trained (no_ACT_continue=true, or max_steps is 1), the list is empty.
-
-        The arguments are those of `losses`.
         """
         if reasoning.max_steps == 1 or self.arch.no_ACT_continue:
             return []
@@ -248,9 +238,8 @@ class Objective:
     def more_calls(self, reasoning: Reasoning) -> float:
         """Returns how many extra network calls a training step makes for its loss.
 
-        The calls compute the training targets of q_continue, an output of the network. With
-        arch.q_target=exact, the number is 1. With q_target=deferred, it is the estimate 1 / max_steps,
-        because only puzzles that halt need the extra call. If q_continue is not trained, it is 0.
+        They compute the targets of q_continue. With q_target=deferred, the number is the estimate 1 /
+        max_steps, because only puzzles that halt need the extra call.
         """
         if self.arch.no_ACT_continue or reasoning.max_steps == 1:
             return 0
@@ -326,12 +315,9 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tens
 
 
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
-    """Returns the names of the sums from which `divide` computes metrics.
+    """Returns the names of the sums from which `divide` computes metrics: the metrics, then their divisors.
 
-    The names of the metrics come first, then the names of their divisors. "slots" is left out. Example:
-    ("count", "recall", "bad") for {"count": None, "recall": "bad"}.
-
-    metrics: {metric: name of the sum that divides it, or None}.
+    "slots" is left out. Example: ("count", "recall", "bad") for {"count": None, "recall": "bad"}.
     """
     divisors = {name for name in metrics.values() if name not in (None, "slots")}
     return (*metrics, *sorted(divisors - metrics.keys()))
@@ -343,7 +329,6 @@ def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[st
     If the divisor of a metric is None, the value is the sum itself, and is left out if it is 0. Other metrics
     are left out if their divisor is 0. Metrics without a sum are left out.
 
-    sums: {metric or divisor: sum over ranks and steps}. metrics: {metric: name of its divisor, or None}.
     slots: Value of the divisor "slots". In training, it is the global batch size times the number of steps.
     """
     divisors = {**sums, "slots": slots}

@@ -37,8 +37,7 @@ STD_AFTER_CUT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * 
 def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
     """Returns uniform random numbers in [0, 1) for a training step: float64 [count].
 
-    The same seed and step (number of the training step) give the same numbers. With a smaller `count`, the
-    result is the beginning of the result with a larger one. Runs on the host.
+    With a smaller `count`, the result is the beginning of the result with a larger one. Runs on the host.
     """
     generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
@@ -48,8 +47,7 @@ def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
 def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
     """Returns a random key for each position of the global batch: int64 [batch_size].
 
-    The keys are in [0, 2**62). The same seed and step (number of the training step) give the same keys. Runs
-    on the host.
+    The keys are in [0, 2**62). Runs on the host.
     """
     generator = np.random.Philox(key=_KEYS_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(batch_size) >> np.uint64(2)).astype(np.int64)
@@ -58,8 +56,7 @@ def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
 def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
     """Returns `count` uniform integers in [0, 2**32) for each key: int64 [n, count].
 
-    The same key and stream give the same integers. With a smaller `count`, the result is the beginning of the
-    result with a larger one.
+    With a smaller `count`, the result is the beginning of the result with a larger one.
 
     keys: int64 [n], not negative. stream: Different values give independent integers for the same keys.
     """
@@ -72,7 +69,7 @@ def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) -> tuple[Tensor, ...]:
     """Computes random integers with the generator Philox4x32-10 (doi 10.1145/2063384.2063405).
 
-    Returns four int64 tensors of integers below 2**32. The same arguments give the same result.
+    Returns four int64 tensors of integers below 2**32.
 
     counter: Four tensors of integers below 2**32. key: Two such tensors, or two integers below 2**32. Counter
     and key are broadcast.
@@ -133,18 +130,12 @@ class SlotRng:
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))
 
     def __getitem__(self, slots: slice | Tensor) -> SlotRng:
-        """Returns the source of random numbers for some of its batch positions.
-
-        slots: Batch positions, as a slice or as indices (int64 [n]).
-        """
+        """Returns the source for some batch positions. slots: A slice, or indices (int64 [n])."""
         arrays = {name: array[slots] for name, array in self.arrays.items()}
         return SlotRng(self.key, self.counters[slots], arrays)
 
     def normal(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns standard normal numbers: float32 [batch, *shape], in [-5.2, 5.2].
-
-        use: Any text. Different texts give independent numbers.
-        """
+        """Returns standard normal numbers: float32 [batch, *shape], in [-5.2, 5.2]."""
         return math.sqrt(2) * torch.erfinv(self._symmetric(shape, use))
 
     def truncated_normal(self, shape: Sequence[int], *, use: str) -> Tensor:
@@ -152,23 +143,15 @@ class SlotRng:
 
         A normal distribution is cut at 2 of its standard deviations, then scaled to standard deviation 1. So
         the numbers are in [-2.28, 2.28].
-
-        use: Any text. Different texts give independent numbers.
         """
         return math.sqrt(2) / STD_AFTER_CUT * torch.erfinv(_SHARE * self._symmetric(shape, use))
 
     def uniform(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns uniform numbers in (0, 1): float32 [batch, *shape].
-
-        use: Any text. Different texts give independent numbers.
-        """
+        """Returns uniform numbers in (0, 1): float32 [batch, *shape]."""
         return (self._symmetric(shape, use) + 1) / 2
 
     def integers(self, shape: Sequence[int], *, below: int, use: str) -> Tensor:
-        """Returns uniform integers from 0 to below - 1: int64 [batch, *shape].
-
-        below: At most 2**23. use: Any text. Different texts give independent numbers.
-        """
+        """Returns uniform integers from 0 to below - 1: int64 [batch, *shape]. below: At most 2**23."""
         return ((2 * self._bits(shape, use) + 1) * below) >> 24
 
     # Uniform between -1 and 1: odd multiples of 2**-23, exact in float32.

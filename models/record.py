@@ -81,10 +81,7 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
     elif isinstance(model, nn.Module):
         raise ValueError(f"cannot record {type(model).__name__}. Pass a HaltingModel that is not compiled.")
     recorder = _Recorder(network if isinstance(network, Network) else None, names)
-    hooks = (
-        register_module_forward_pre_hook(recorder.before),
-        register_module_forward_hook(recorder.after),
-    )
+    hooks = register_module_forward_pre_hook(recorder.before), register_module_forward_hook(recorder.after)
     try:
         yield recorder.calls
     finally:

@@ -26,8 +26,7 @@ class Transformer(TokenNetwork):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # All weights are sampled from one random generator, so the order of creation (heads, level) fixes the
-        # initial weights. The order of assignment (level, heads) is the order in which `forward` uses them.
+        # The order of creation (heads, level) fixes the initial weights. See models/trm.py.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.blocks = Level(build_block(arch, metadata) for _ in range(arch.num_layers))
         self.lm_head, self.q_head = lm_head, q_head

@@ -61,8 +61,7 @@ class URM(TokenNetwork):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
         # The state of a slot that starts: a random vector, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # All weights are sampled from one random generator, so the order of creation (heads, level) fixes the
-        # initial weights. The order of assignment (level, heads) is the order in which `forward` uses them.
+        # The order of creation (heads, level) fixes the initial weights. See models/trm.py.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata, mlp=ConvSwiGLU) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
@@ -81,8 +80,7 @@ class URM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
-        # adds damping and noise (models/noise.py). Both are off by default.
+        # L(z, x) is blocks(z + x). `perturbed` adds damping and noise (models/noise.py), by default none.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H = state["z_H"]
         num_calls = reasoning.H_cycles * reasoning.L_cycles

@@ -98,12 +98,10 @@ def line_chart(
     """Draws lines into one chart. Returns None if there are no points.
 
     share: Whether the y values are fractions in [0, 1]. It selects the format of the numbers.
-    log_x: Whether the x axis is logarithmic.
     log_y: Whether the y axis is logarithmic. Has no effect if a y value is not positive.
     from_zero: Whether the y axis starts at 0.
     integer_x: Whether the x axis has only integer ticks.
     y_range: (lowest, highest) y of the axis. If None, matplotlib chooses it.
-    caption: Text below the chart.
     """
     lines = [_thinned(line) for line in lines if len(line.x)]
     if not lines:
@@ -172,8 +170,7 @@ def bar_chart(
 def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, caption: str = "") -> Chart:
     """Draws how well predicted probabilities match the fractions of correct answers (reliability diagram).
 
-    bins: List of (mean predicted probability, fraction of correct answers, number of answers). A bin contains
-    answers with similar predicted probabilities.
+    bins: List of (mean predicted probability, fraction of correct answers, number of answers).
     """
 
     def draw(axes) -> list[list[Any]]:
@@ -256,8 +253,6 @@ def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], cap
     """Lets `draw` draw on new matplotlib axes, and converts the drawing to an SVG chart.
 
     draw: Function that takes the axes. It returns tooltips [x, y, text] in data units.
-    legend: List of (text, name of a color).
-    caption: Text below the chart.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -52,7 +52,7 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
     table = build_table(groups)
     formats = {"Markdown": table.to_markdown(), "LaTeX": table.to_latex(), "CSV": table.to_csv()}
     differs = "data_path" in groups[0].settings
-    other_data = (". The runs use different data, so their accuracies are not comparable") if differs else ""
+    other_data = ". The runs use different data, so their accuracies are not comparable" if differs else ""
     grouped = f" in {len(groups)} groups" if len(groups) > 1 else " in one group"
     count = f"{len(runs)} runs" + (grouped if len(groups) < len(runs) else "")
     return render(
@@ -76,14 +76,12 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     Metrics that no run has logged are left out. If a group has several runs, the chart also has a curve of
     their mean. It ends where the shortest run ends.
 
-    groups: Groups of runs that differ only in their seed.
     axis: Unit of the x axis: "training steps", "examples" (steps times batch size), "petaflops" (1e15
     floating-point operations since the start) or "seconds".
     """
     drawn = []
-    other_metrics = dict.fromkeys(
-        name for group in groups for run in group.runs for name in run.other_metrics
-    )
+    runs = [run for group in groups for run in group.runs]
+    other_metrics = dict.fromkeys(name for run in runs for name in run.other_metrics)
     of_networks = [(f"{written_name(name)}, training", f"train/{name}", {}) for name in other_metrics]
     for title, metric, options in (*_METRICS, *of_networks):
         has_dots, lines = metric.startswith("eval/"), []

@@ -17,14 +17,9 @@ def compute_chart(
 ) -> Chart | None:
     """Draws accuracy over the number of model calls per puzzle.
 
-    The model may solve a puzzle several times, each time with different random noise. Each run is called a
-    sample, and a rule selects the answer of one sample. The chart has a line for each number of samples.
-    Returns None if there are no points.
+    The chart has a line for each number of samples. Returns None if there are no points.
 
-    settings: Accuracies on one test set, the list "corners" of the file scaling.json. It has an entry for
-    each maximum number of calls in a sample ("steps") and each number of samples. Example: {"steps": 32,
-    "samples": 4, "ways": {"vote": {"calls": 110.5, "exact_accuracy": 0.99, ...}}}. "calls" is the mean number
-    of calls per puzzle, in all samples together.
+    settings: Accuracies on one test set, the list "corners" of scaling.json (see `scaling_of`).
     by: Rule that selects one of the samples, a key of "ways", such as "vote" for the most frequent answer.
     has_oracle: Whether dashed lines show the fraction of puzzles with at least one correct sample.
     options: More arguments of `line_chart`.
@@ -45,10 +40,9 @@ def compute_chart(
 def compute_picture(scaling: Mapping[str, Any]) -> str:
     """Returns an SVG file as text: accuracy over the number of model calls per puzzle.
 
-    The model may solve a puzzle several times, each time with different random noise. A rule, such as a vote,
-    then selects one of the answers. For each test set, the file has a chart for each rule.
+    For each test set, the file has a chart for each rule that selects one of the samples.
 
-    scaling: Content of scaling.json, a result file of evaluate.py with at least one test set.
+    scaling: Content of scaling.json, with at least one test set.
     """
     sets = scaling["sets"]
     panels = [

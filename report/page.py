@@ -99,16 +99,13 @@ def write_evaluation_report(
 ) -> None:
     """Writes report.html into the run folder of a checkpoint. Only rank 0 calls it.
 
-    The page shows the results of an evaluation, and solved puzzles. To solve them, the function runs the
-    model on about 400 test puzzles, evenly spaced in the test sets.
+    The page shows the results of an evaluation, and solved puzzles. The function runs the model on about
+    NUM_PUZZLES test puzzles.
 
     checkpoint: Checkpoint that the model was loaded from. The report goes into its run folder.
     data: Dataset with the test puzzles.
     evaluation: Folder with the results of the evaluation to show.
-    seed: Seed of the random noise of the model.
-    batch_size: Number of puzzles that the model solves at a time.
-    puzzles: {test set: indices of the puzzles that may be shown, int64 [n]}. If None, all puzzles may be
-        shown.
+    batch_size, seed, puzzles: As in `trace_puzzles`.
     """
     options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed, "puzzles": puzzles}
     traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)

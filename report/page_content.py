@@ -106,12 +106,13 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
     Example: ("optimizer", "optimizer adam_atan2, lr 0.0001"). An unknown value is "not recorded".
     """
     config, start = run.config, run.starts[-1] if run.starts else {}
-    commit = start.get("git_commit") or ""
+    commit, started = start.get("git_commit") or "", run.starts[0].get("time") if run.starts else None
 
     def keys(*names: str) -> str:
         return ", ".join(f"{name} {config[name]}" for name in names if config.get(name) is not None)
 
     data = config.get("data_path")
+    length = "train_steps" if config.get("train_steps") else "epochs"
     status = run.status.get("status")
     if "step" in run.status and status == "finished":
         status += f" at training step {run.status['step']:,}"
@@ -119,40 +120,29 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
         "model": run.architecture,
         "dataset": ", ".join(map(str, data)) if isinstance(data, list) else data,
         "fingerprint": (run.fingerprint or "")[:16],
-        "length": keys(
-            "train_steps" if config.get("train_steps") else "epochs", "global_batch_size", "max_steps"
-        ),
+        "length": keys(length, "global_batch_size", "max_steps"),
         "optimizer": keys("optimizer", "lr", "weight_decay", "ema"),
         "seed": config.get("seed"),
         "status": status,
         "shown here": traced.checkpoint.name if traced else "no checkpoint",
-        "started": _moment(run.starts[0].get("time")) if run.starts else None,
+        "started": started and f"{started[:16].replace('T', ' ')} UTC",
         "hardware": start.get("hardware"),
         "processes": start.get("processes"),
         "commit": commit[:12] + (CHANGES if commit.endswith(CHANGES) else ""),
         "torch": start.get("torch"),
     }
     if len(run.starts) > 1:
-        rows["starts"] = (
-            f"{len(run.starts)}, at training steps {', '.join(str(entry['step']) for entry in run.starts)}"
-        )
+        steps = ", ".join(str(entry["step"]) for entry in run.starts)
+        rows["starts"] = f"{len(run.starts)}, at training steps {steps}"
     return [(name, "not recorded" if value in (None, "") else str(value)) for name, value in rows.items()]
 
 
-def _moment(text: Any) -> str:
-    return str(text)[:16].replace("T", " ") + " UTC" if text else ""
-
-
 def _results_table(run: RunRecord) -> dict[str, Any]:
-    drawn = [
-        metric
-        for metric in metric_names(run.evaluation)
-        if "@" not in metric and "_after_step_" not in metric and metric != "count"
-    ]
     # (metric, its name for readers, (value, confidence interval) for each test set)
     rows = [
         (metric, written_name(metric), [_cell(values, metric) for values in run.evaluation.values()])
-        for metric in drawn
+        for metric in metric_names(run.evaluation)
+        if "@" not in metric and "_after_step_" not in metric and metric != "count"
     ]
     counts = [f"{values.get('count', 0):,.0f}" for values in run.evaluation.values()]
     return {"sets": list(run.evaluation), "counts": counts, "rows": rows}
@@ -183,16 +173,13 @@ def learning_charts(run: RunRecord) -> list[Chart]:
             for index, set_name in enumerate(sets):
                 role = "accent" if split == "eval" and index == 0 else f"series{(index + 2) % 8 + 1}"
                 label = word if len(sets) == 1 else f"{word}, {set_name}"
-                lines.append(
-                    Line(label, *run.curve(f"{split}/{set_name}/{metric}"), role=role, has_dots=True)
-                )
+                curve = run.curve(f"{split}/{set_name}/{metric}")
+                lines.append(Line(label, *curve, role=role, has_dots=True))
         return lines
 
     steps = [trained("steps", "training")]
-    steps += [
-        Line("test", *run.curve(f"eval/{set_name}/act_steps"), has_dots=True)
-        for set_name in run.eval_sets()[:1]
-    ]
+    for set_name in run.eval_sets()[:1]:
+        steps.append(Line("test", *run.curve(f"eval/{set_name}/act_steps"), has_dots=True))
     solved = curves("exact_accuracy")
     after_first = run.curve("train/exact_accuracy_after_step_1")
     solved.insert(1, Line("training, after one thinking step", *after_first, role="series2"))
@@ -262,27 +249,14 @@ def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart 
         shares = [values[f"{key}{step}"] for step in steps]
         count = independent_count(values)
         ends = [wilson_interval(min(share, 1.0), count) for share in shares] if count else []
-        lines.append(
-            Line(
-                set_name if len(run.evaluation) > 1 else "",
-                steps,
-                shares,
-                role="accent" if index == 0 else f"series{index % 8 + 1}",
-                has_dots=len(steps) <= 20,
-                low=[low for low, _ in ends],
-                high=[high for _, high in ends],
-            )
-        )
+        name = set_name if len(run.evaluation) > 1 else ""
+        role = "accent" if index == 0 else f"series{index % 8 + 1}"
+        low, high = [low for low, _ in ends], [high for _, high in ends]
+        lines.append(Line(name, steps, shares, role, low=low, high=high, has_dots=len(steps) <= 20))
     caption = "Fraction of test puzzles solved after each thinking step, with a 95 % interval."
     if traced and not any(line.x for line in lines):  # the last evaluation has no such accuracy
         shares, count = accuracy_after_steps(traced), int(traced.has_labels.sum())
         lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
         caption = f"Fraction of the {count:,} puzzles on this page that are solved after each thinking step."
-    return line_chart(
-        "Accuracy over thinking steps",
-        lines,
-        x_label="thinking steps",
-        share=True,
-        integer_x=True,
-        caption=caption,
-    )
+    options = {"share": True, "integer_x": True, "caption": caption}
+    return line_chart("Accuracy over thinking steps", lines, x_label="thinking steps", **options)

@@ -8,14 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.files import (
-    CONFIG_FILE,
-    STARTS_FILE,
-    checkpoints_in,
-    explain_missing,
-    read_state,
-    step_of,
-)
+from checkpointing.files import CONFIG_FILE, STARTS_FILE, checkpoints_in, explain_missing, read_state, step_of
 from config.architecture import architectures
 from config.files import fill_defaults
 from evaluation.metric_tables import TEXTS, is_number, metrics_by_set, with_intervals
@@ -43,16 +36,9 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the names of an architecture's metrics that other architectures may lack.
-
-    Common metrics such as "accuracy" are not included.
-
-    arch: Name of the architecture, such as "hrm".
-    """
+    """Returns the names of the metrics that other architectures may lack. arch: Such as "hrm"."""
     objective = network_class(arch).objective_class
-    return [
-        metric for metric in objective.metrics | objective.training_metrics if metric not in _KNOWN_METRICS
-    ]
+    return [name for name in objective.metrics | objective.training_metrics if name not in _KNOWN_METRICS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +77,7 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """The name of the architecture in papers, such as "HRM".
-
-        For a model of a plugin, this is the value of the config key `arch.name`. It is "" if the run has no
-        such key.
-        """
+        """The name of the architecture in papers, such as "HRM". For a model of a plugin, arch.name."""
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
@@ -185,8 +167,6 @@ def _broken_lines(log: Path) -> list[str]:
     """Returns [warning] if a log is missing or has damaged lines, otherwise [].
 
     An incomplete last line causes no warning, because a killed run may leave one.
-
-    log: Path of metrics.jsonl.
     """
     if not log.exists():
         return [f"{log} is missing. The report has no learning curves."]
@@ -236,10 +216,8 @@ def _read_evaluation(
         measured = _read_json(path.with_name(MEASURED_FILE))
         is_own = evaluation is not None or not isinstance(measured, dict) or measured.get("data") is None
         if evaluation and isinstance(measured, dict) and "data" in measured and rows:
-            warnings.append(
-                f"The results in {evaluation} are from other data than the log. The charts of the log do not "
-                "show them."
-            )
+            of_other = f"The results in {evaluation} are from other data than the log"
+            warnings.append(f"{of_other}. The charts of the log do not show them.")
         if is_own and _can_be_drawn(grid):
             scaling = grid
         step = step_of(path.parent)
@@ -275,7 +253,6 @@ def _can_be_drawn(scaling: Any) -> bool:
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     for row in reversed(rows):
-        results = metrics_by_set({name: value for name, value in row.items() if is_number(value)})
-        if results:
+        if results := metrics_by_set({name: value for name, value in row.items() if is_number(value)}):
             return {set_name: with_intervals(values) for set_name, values in results.items()}
     return {}

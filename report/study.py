@@ -54,9 +54,8 @@ def _charts(study: Study) -> list[Chart]:
     for trial in study.trials:
         is_best = best is not None and trial.number == best.number
         steps = [*trial.intermediate_values], [*trial.intermediate_values.values()]
-        curves.append(
-            Line("the best trial" if is_best else "", *steps, has_dots=is_best, is_faint=not is_best)
-        )
+        name = "the best trial" if is_best else ""
+        curves.append(Line(name, *steps, has_dots=is_best, is_faint=not is_best))
     title = "Evaluations of each trial"
     drawn.append(line_chart(title, curves, x_label="evaluation", integer_x=True, caption=metric))
     importances = _importances(study) if len(complete) > 1 else {}
@@ -72,10 +71,7 @@ def _point(x: float, y: float) -> Line:
 def _parameter_chart(
     study: Study, key: str, trials: list[FrozenTrial], *, importance: float | None
 ) -> Chart | None:
-    """Draws the results of all trials of a search over the value of one hyper-parameter.
-
-    A trial is one combination of hyper-parameters. Its result is the metric of the search, as a mean over
-    seeds.
+    """Draws the result of each trial, a mean over seeds, over the value of one hyper-parameter.
 
     key: Name of the hyper-parameter. If it has a list of choices, the x axis shows their numbers 1, 2, ...,
     and the caption explains them.

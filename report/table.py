@@ -59,8 +59,7 @@ def without_repeats(
     """
     counted: dict[str, RunRecord] = {}
     for index, run in enumerate(runs):
-        key = json.dumps([_settings(run), run.fingerprint], sort_keys=True, default=str)
-        key = key if run.config else f"run {index}"
+        key = _key(run, index)
         if other := counted.get(key):
             run, left_out = sorted((other, run), key=_age, reverse=True)
             warn(f"{left_out.folder} repeats {run.folder} with the same config and seed. It is left out.")
@@ -76,6 +75,14 @@ def _settings(run: RunRecord) -> dict[str, Any]:
     }
 
 
+# Equal for runs that differ only in what they are called and what they write. A run without a config has its
+# own key. index: Index of the run.
+def _key(run: RunRecord, index: int, *, without: str = "") -> str:
+    settings = {key: value for key, value in _settings(run).items() if key != without}
+    same = json.dumps([settings, run.fingerprint], sort_keys=True, default=str)
+    return same if run.config else f"run {index}"
+
+
 def _age(run: RunRecord) -> tuple[bool, str]:
     return run.status.get("status") == "finished", str((run.starts or [{}])[-1].get("time", ""))
 
@@ -88,10 +95,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """
     groups: dict[str, list[RunRecord]] = {}
     for index, run in enumerate(runs):
-        settings = {key: value for key, value in _settings(run).items() if key != "seed"}
-        # A run without a config forms its own group.
-        key = json.dumps([settings, run.fingerprint], sort_keys=True, default=str)
-        groups.setdefault(key if run.config else f"run {index}", []).append(run)
+        groups.setdefault(_key(run, index, without="seed"), []).append(run)
     configs = [flatten(_settings(members[0])) for members in groups.values()]
     _name_rebuilt_data(configs, [members[0].fingerprint for members in groups.values()])
     names = dict.fromkeys(key for config in configs for key in config if key != "seed")
@@ -99,17 +103,12 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     settings = [{key: str(config.get(key, "")) for key in differing} for config in configs]
     labels = [_label(*group) for group in zip(groups.values(), settings, strict=True)]
     repeated = {label for label in labels if labels.count(label) > 1}
-    return [
-        Group(
-            str(members[0].folder) if label in repeated else label,
-            f"series{position % 8 + 1}",
-            differences,
-            members,
-        )
-        for position, (label, differences, members) in enumerate(
-            zip(labels, settings, groups.values(), strict=True)
-        )
+    labels = [
+        str(members[0].folder) if label in repeated else label
+        for label, members in zip(labels, groups.values(), strict=True)
     ]
+    roles = [f"series{index % 8 + 1}" for index in range(len(groups))]
+    return [*map(Group, labels, roles, settings, groups.values())]
 
 
 def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence[str | None]) -> None:
@@ -171,7 +170,7 @@ _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | N
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table that compares groups of trainings. A group contains trainings with different seeds.
+    """A table that compares groups of trainings.
 
     columns  names of the columns
     rows     cells as texts, one list for each group
@@ -264,10 +263,9 @@ def _unknown_column(column: str, runs: Sequence[RunRecord], usual: Sequence[str]
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
     """Returns (low, high), the 95 % confidence interval of the accuracy.
 
-    With several trainings, the interval shows how much their mean varies over seeds. With one training, it
-    shows how much the accuracy varies over test puzzles. Returns (None, None) if it is unknown.
+    With several trainings, it is that of their mean over seeds. With one training, it is that over test
+    puzzles. Returns (None, None) if it is unknown.
 
-    runs: Trainings that differ only in their seed.
     shares: Accuracy of each training whose accuracy is known.
     """
     if len(shares) > 1:

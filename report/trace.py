@@ -25,7 +25,6 @@ from evaluation.known import find_match, known_puzzles
 from evaluation.trace import Trace, record_trace
 from models import HaltingModel
 from models.compilation import eager_blocks
-from models.search import Search
 
 MAX_PICTURES_BYTES = 3_500_000  # size in base64; a page should stay below 5 MB
 _MOST_OF_SEARCH = 40  # puzzles; each search takes a hundred steps or more
@@ -61,10 +60,7 @@ class TracedPuzzles:
 
     @property
     def is_wrong(self) -> np.ndarray:
-        """Whether a cell is wrong after each call of the model: bool [n, steps, seq_len].
-
-        Cells that are not scored are not wrong.
-        """
+        """Whether a scored cell is wrong after each call of the model: bool [n, steps, seq_len]."""
         labels = self.labels[:, None]
         return (self.trace.preds != labels) & (labels != IGNORE_LABEL_ID)
 
@@ -83,10 +79,9 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Calls a run's model repeatedly on test puzzles, and returns its answers after each call.
+    """Loads the model of a run and its data, and calls `trace_puzzles`.
 
-    Each puzzle gets the maximum number of calls, also if the model would stop earlier. Raises ValueError if
-    the checkpoint or the data are missing, or do not fit each other.
+    Raises ValueError if the checkpoint or the data are missing, or do not fit each other.
 
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
@@ -120,7 +115,6 @@ def trace_puzzles(
     Each puzzle gets the maximum number of calls, also if the model would stop earlier. The puzzles are evenly
     spaced in the test sets, without augmented variants.
 
-    model: Model in evaluation mode.
     num_puzzles: Maximum number of puzzles. Each test set gets an equal part, rounded up. If the model is slow
     (LDT) or needs much memory, the number is smaller.
     batch_size: Number of puzzles that the model solves at a time.
@@ -129,25 +123,21 @@ def trace_puzzles(
     puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     sets = data.splits["test"].sets
-    if isinstance(model.network, Search):
+    if model.network.is_search:
         num_puzzles = min(num_puzzles, _MOST_OF_SEARCH)
     cells = model.eval_reasoning("max").max_steps * data.metadata.seq_len
     num_puzzles = max(1, min(num_puzzles, _MOST_CELLS // cells))
     columns, traces, set_names = [], [], []
     device = next(model.network.parameters()).device
     for set_name, puzzle_set in sets.items():
-        batch = read_rows(
-            data,
-            set_name,
-            choose_rows(puzzle_set, -(-num_puzzles // len(sets)), puzzles and puzzles[set_name]),
-        )
+        chosen = choose_rows(puzzle_set, -(-num_puzzles // len(sets)), puzzles and puzzles[set_name])
+        batch = read_rows(data, set_name, chosen)
         set_names += [set_name] * len(batch.rows)
         columns.append([column.numpy() for column in batch if column is not None])
         starts = range(0, len(batch.rows), batch_size)
+        bar = Progress(iterable=starts, desc=f"solving {set_name}", unit="batch", leave=False, delay=3)
         with eager_blocks():
-            for start in Progress(
-                iterable=starts, desc=f"solving {set_name}", unit="batch", leave=False, delay=3
-            ):
+            for start in bar:
                 part = batch.select(slice(start, start + batch_size)).to(device)
                 traces.append(record_trace(model, part, seed=seed))
     inputs, labels, identifiers, rows = map(np.concatenate, zip(*columns, strict=True))
@@ -168,8 +158,8 @@ def trace_puzzles(
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
     """Counts the puzzles for which the model would stop after 1, 2, ... calls.
 
-    Returns two lists of counts, one entry for each number of calls: puzzles whose answer is right when the
-    model stops, and the others. Puzzles without a label do not count.
+    Returns two lists: counts of puzzles with a right answer at that time, and of those with a wrong one.
+    Puzzles without a label do not count.
     """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
@@ -193,10 +183,9 @@ def reliability(
 ) -> tuple[list[tuple[float, float, int]], float] | None:
     """Compares how sure the model is with how often its answers are right (calibration).
 
-    The answers after every call of the model count. Answers with similar predicted probabilities of being
-    right form a bin. Returns (bins, expected calibration error of Guo et al. 2017). A bin is (mean
-    probability, fraction of right answers, number of answers). Returns None if no puzzle has a label, or for
-    a search model (LDT), which predicts no probability.
+    Answers with similar predicted probabilities of being right form a bin. Returns (bins, expected
+    calibration error of Guo et al. 2017). A bin is (mean probability, fraction of right answers, number of
+    answers). Returns None if no puzzle has a label, or for a search, which predicts no probability.
     """
     if puzzles.is_search or not puzzles.has_labels.any():
         return None

@@ -39,7 +39,6 @@ from evaluation.questions import find_info
 from evaluation.test_time import needs_draws
 from evaluation.trace import MOST_TOKENS
 from models import HaltingModel
-from models.search import Search
 from runtime.reading import read_json
 from runtime.writing import write_json
 from share.onnx import check_packages, write_step
@@ -184,7 +183,7 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)
     model = load_trained_model(checkpoint, info.metadata, raw=config.raw, forward_dtype="float32").eval()
-    is_search = isinstance(model.network, Search)
+    is_search = model.network.is_search
     if is_search and info.metadata.vocab_size > MOST_TOKENS:
         raise ValueError(
             f"checkpoint {checkpoint.path} has {info.metadata.vocab_size} tokens. A page supports at most "
@@ -285,7 +284,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(parameter.numel() for parameter in model.network.parameters()),
-        "search": model.network.facts() if isinstance(model.network, Search) else None,
+        "search": model.network.facts() if model.network.is_search else None,
         "kind": info.kind.name if info.kind else None,
         "plural": info.kind.plural if info.kind else "puzzles",
         "groups": info.kind.groups(metadata) if info.kind and info.kind.groups else None,

@@ -21,7 +21,6 @@ from dataset.metadata import Dataset
 from dataset.mixture import open_datasets
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from evaluation.passes import evaluate_split
-from models.search import Search
 from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors
 from share.push import write_files
 
@@ -127,7 +126,7 @@ def answer(
         (set_name, index): tokens
         for set_name, result in results.items()
         for index, tokens in enumerate(result.outputs["preds"])
-        if not isinstance(model.network, Search) or result.outputs["q_halt_logits"][index] > 0
+        if not model.network.is_search or result.outputs["q_halt_logits"][index] > 0
     }
 
 

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from models.carry import Reasoning, State
 from models.network import Network
-from models.search import Search
 
 _OPSET = 18  # from early 2023; all runtimes support it
 _PACKAGES = "onnx", "onnxscript"
@@ -100,7 +99,7 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
     batch_size = 2  # not 1: torch.export would treat that as a constant
     any_batch = {0: torch.export.Dim.DYNAMIC}
     state: State = {}
-    if isinstance(network, Search):
+    if network.is_search:
         step = Pass(network, reasoning)
         example = {"alive": torch.ones(batch_size, seq_len, len(network.facts()["values"]))}
         shapes = {"alive": any_batch}

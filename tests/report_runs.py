@@ -14,8 +14,8 @@ from dataset.files import load_metadata, open_dataset
 from dataset.metadata import IGNORE_LABEL_ID, Dataset, usual_metadata
 from evaluation.trace import Trace
 from models import HaltingModel, build_model
+from models.lattice import NO_GUESS
 from models.network import Network
-from models.search import NO_GUESS
 from report.trace import TracedPuzzles
 from runtime.metrics_file import METRICS_FILE
 from tests.tiny import tiny_arch, tiny_config

@@ -145,20 +145,20 @@ def test_who_is_matched_by_number_and_who_is_warned(folder, tmp_path, capsys):
 def test_only_known_puzzles_are_left(folder, capsys):
     data, own = _open(folder, "shifted"), _identities(folder, "own")
     match = own.match(identities_of(data))
-    known = known_puzzles(data, match, model="the model")
+    _, puzzles, metrics = known_puzzles(data, match, model="the model")
     identifiers = data.splits["test"].sets["all"].puzzle_identifiers
-    assert (match.rows[identifiers[known.puzzles["all"]]] > 0).all()
-    assert len(known.puzzles["all"]) == 40
+    assert (match.rows[identifiers[puzzles["all"]]] > 0).all()
+    assert len(puzzles["all"]) == 40
     counts = {"common": 40, "missing": 8, "additional": 8, "other_task": 0}
-    assert known.metrics == {"all": {f"identifiers_{name}": count for name, count in counts.items()}}
+    assert metrics == {"all": {f"identifiers_{name}": count for name, count in counts.items()}}
     assert (
         "40 with an embedding, 8 without, 0 with the name of another task, 8 embeddings"
         in capsys.readouterr().out
     )
     data = _open(folder, "shifted", "own")
-    known = known_puzzles(data, own.match(identities_of(data)), model="the model")
-    assert [*known.data.splits["test"].sets] == ["own.all"]
-    assert known.puzzles.keys() == {"own.all"}
+    data, puzzles, _ = known_puzzles(data, own.match(identities_of(data)), model="the model")
+    assert [*data.splits["test"].sets] == ["own.all"]
+    assert puzzles.keys() == {"own.all"}
     data, problem = (
         _open(folder, "others"),
         r"no embedding .* 0 with an embedding, 0 without, 48 with the name of another task, 0 embeddings",

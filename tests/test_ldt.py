@@ -26,9 +26,8 @@ from evaluation.loop import answer_batches
 from evaluation.passes import evaluate_split
 from evaluation.test_time import build_draw, set_up
 from models import HaltingModel
-from models.lattice import CONTRADICTORY, Outputs, move
+from models.lattice import CONTRADICTORY, RESET, Outputs, move
 from models.random import SlotRng
-from models.search import RESET
 from report.trace import picture_data, reliability, trace_puzzles
 from share import keep
 from tests.golden.ldt import translate

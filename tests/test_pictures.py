@@ -13,7 +13,7 @@ from dataset.build import build_dataset
 from dataset.kinds.kind import Style, find_kind, kind_names
 from dataset.metadata import IGNORE_LABEL_ID
 from evaluation.trace import Trace
-from models.search import NO_GUESS
+from models.lattice import NO_GUESS
 from tests.checkpoints import replicated_tensors
 from tests.tiny import tiny_config
 from training.data import open_data

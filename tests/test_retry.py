@@ -16,7 +16,7 @@ from evaluation.selection import Settings
 from models import HaltingModel
 from models.carry import Prediction
 from models.ldt_objective import BoardObjective
-from models.search import Search
+from models.network import Network
 from tests.ranks import run_ranks
 from tests.tiny import tiny_arch
 
@@ -28,10 +28,10 @@ _HALTS = np.where(_draw.random((100, _ALL)) < 0.3, _draw.integers(1, _STEPS + 1,
 _IS_RIGHT = _draw.random((100, _ALL)) < 0.6
 
 
-class _Scripted(Search):
+class _Scripted(Network):
     """Finds the answers of the script. A wrong answer of chain c differs from the label in cell c."""
 
-    objective_class = BoardObjective
+    objective_class, is_search, is_random = BoardObjective, True, True
 
     def __init__(self, arch: LDTConfig, vocab_size: int):
         super().__init__(arch)

@@ -24,7 +24,6 @@ from evaluation.leaks import find_trained
 from evaluation.metric_tables import is_number
 from models import network_class
 from models.puzzle_embedding import PuzzleEmbedding
-from models.search import Search
 from optimizers.learning_rate import learning_rates
 from runtime.metrics_file import read_rows
 from training.state import TrainState
@@ -64,9 +63,8 @@ def copy_weights_(
     its puzzles in the checkpoint. If None, embedding i is copied to embedding i.
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
-    of_data = network.of_data if issubclass(network, Search) else ()
     current, stored = (
-        {name: tensor for name, tensor in tensors.items() if name not in of_data}
+        {name: tensor for name, tensor in tensors.items() if name not in network.of_data}
         for tensors in (targets, load_weights(checkpoint))
     )
     try:

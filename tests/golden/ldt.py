@@ -12,9 +12,8 @@ from distributed.collectives import all_ranks
 from distributed.flat import FlatParameters
 from models import HaltingModel, build_model
 from models.carry import Carry, State
-from models.lattice import leaves, move
+from models.lattice import NO_GUESS, leaves, move
 from models.ldt import LDTPrediction
-from models.search import NO_GUESS
 from optimizers.weights import build_weights
 from tests.golden import GOLDEN, Differences, expected
 from tests.tiny import tiny_arch

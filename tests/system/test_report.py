@@ -4,7 +4,7 @@ import pytest
 
 from dataset.description import with_candidates
 from dataset.files import open_dataset
-from models.search import RESET
+from models.lattice import RESET
 from report.compare import write_comparison
 from report.page import write_report
 from report.trace import trace_puzzles
