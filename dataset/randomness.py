@@ -24,8 +24,6 @@ def random_bits(seed: int, *, stream: int, index: int, count: int) -> np.ndarray
 def random_orders(bits: np.ndarray) -> np.ndarray:
     """Converts random integers to random permutations of 0 to k - 1: int64 [..., k].
 
-    The same integers give the same permutations on every machine.
-
     bits: Random integers, uint64 [..., k].
     """
     # The position replaces the lowest bits of each integer. So no two integers are equal, and every sorting

@@ -4,21 +4,22 @@ import numpy as np
 
 from dataset.augmentations import sudoku_parts
 from dataset.kinds.sudoku.rules import Box
-from dataset.randomness import random_orders
+from dataset.randomness import random_bits, random_orders
 
 
-def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
+def draw_symmetries(seed: int, *, stream: int, index: int, count: int, box: Box) -> np.ndarray:
     """Samples transforms that exchange rows, columns and digits of a Sudoku and keep it valid.
 
     If boxes are squares, a transform may also transpose the grid. Returns uint8 [count, 1 + 3 n], for n
     digits. `dataset.augmentations.sudoku_parts` describes these bytes.
 
-    bits: Random integers, uint64 [count, bits_per_symmetry(box)]. box: (rows, columns) of a box.
+    seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`.
     """
     rows, columns = box
-    count, size = len(bits), rows * columns
-    ends = np.cumsum([1, columns, rows, size, size])
-    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(bits, ends, axis=1)
+    size = rows * columns
+    ends = np.cumsum([1, columns, rows, size, size, size])
+    bits = random_bits(seed, stream=stream, index=index, count=count * ends[-1]).reshape(count, ends[-1])
+    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(bits, ends[:-1], axis=1)
     transforms = np.zeros((count, 1 + 3 * size), np.uint8)
     transposes, row_order, column_order, digits = sudoku_parts(transforms)
     if rows == columns:
@@ -27,17 +28,6 @@ def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
     column_order[:] = _line_order(stacks, in_stacks.reshape(count, rows, columns))
     digits[:] = random_orders(relabel) + 1
     return transforms
-
-
-def no_symmetry(box: Box) -> np.ndarray:
-    """Returns the transform that leaves a Sudoku unchanged: uint8 [1 + 3 n], for n digits."""
-    lines = range(box[0] * box[1])
-    return np.array([0, *lines, *lines, *(line + 1 for line in lines)], np.uint8)
-
-
-def bits_per_symmetry(box: Box) -> int:
-    rows, columns = box
-    return 1 + rows + columns + 3 * rows * columns
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:

@@ -46,8 +46,7 @@ def in_symbols(*texts: str, num_cells: int) -> list[str]:
     The digits become 1 to 9, then A to P. An empty cell becomes ".". Example: the digits 0 to F of a 16x16
     grid become 1 to G. Unknown characters stay.
 
-    texts: Grids with the same notation, such as a puzzle and its answer. num_cells: Number of cells of a
-    grid.
+    texts: Grids with the same notation, such as a puzzle and its answer.
     """
     grids = ["".join(_split_cells(text)).upper() for text in texts]
     used = set("".join(grids))
