@@ -212,11 +212,9 @@ def _expected_number(num_right: int, num_samples: int) -> float:
 def _coverages(rows: Sequence[tuple[int, int, float]]) -> dict[str, float]:
     """Computes three averages of the fraction of right answers that were found.
 
-    An input has m right answers, and f of them were found. coverage_mean is the mean of f / m.
-    coverage_inputs is sum f / sum m. coverage_pairs is sum m f / sum m^2. coverage_pairs equals
-    coverage_inputs for a test set that repeats each input m times.
+    coverage_pairs equals coverage_inputs for a test set that repeats each input m times.
 
-    rows: [(m, number of inputs with this m and this f, f), ...]. If empty, returns {}.
+    rows: [(number of right answers m, number of inputs with this m and f, number of answers found f), ...].
     """
     if not rows:
         return {}

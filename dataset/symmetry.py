@@ -121,11 +121,9 @@ class SudokuSymmetry:
         return mix(mix(rows).sum(axis=1) + mix(columns).sum(axis=1))
 
     def _color_lines(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a hash of each row and of each column of Sudokus.
+        """Returns a hash of each row and of each column of Sudokus, uint64 [n, size] each.
 
-        The result is two arrays, uint64 [n, size]. No transform changes the hash of a row or of a column.
-
-        tokens: [n, size * size].
+        No transform changes the hash of a row or of a column.
         """
         # A color refinement. Cells, rows, columns, bands, stacks, boxes and digits have colors, hashes that
         # no transform changes. At first, the color of a cell says whether the cell is a clue. Each round
@@ -249,9 +247,8 @@ def _orders(
 def _renames_columns(grid: np.ndarray, target: np.ndarray) -> Callable[[list[int]], bool]:
     """Returns a function that compares some columns of `grid` with the first columns of `target`.
 
-    The function takes a list of k column numbers of `grid`. It returns True if these columns, in this order,
-    become the first k columns of `target` when each digit is replaced by another one (a one-to-one renaming
-    of the digits). Empty cells must match empty cells.
+    The function takes a list of k column numbers of `grid`. It returns True if a one-to-one renaming of the
+    digits makes these columns, in this order, the first k columns of `target`.
     """
     columns, target_columns = grid.T.tolist(), target.T.tolist()
     fixed = {(token, token) for token in range(FIRST_SYMBOL)}

@@ -2,10 +2,12 @@
 
 import argparse
 import csv
+import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -67,7 +69,6 @@ def find_source_files(
         address = parse_address(source, kind="dataset")
         by_hand = f"download {needed} of {address.url} into a folder, and pass --source FOLDER"
         return download(address, lambda names: _choose_and_tell(names, choose), by_hand=by_hand)
-    check_source(source, output_dir=output_dir)
     files = [source]
     if source.is_dir():
         try:
@@ -79,6 +80,14 @@ def find_source_files(
         files = [source / name for name in names]
     check_source(source, *files, output_dir=output_dir)
     return files
+
+
+def import_package(package: str, *, needed_by: Path | str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise ValueError(f"{needed_by} needs the package {name}. Install it: pip install {name}") from None
 
 
 def check_source(source: Path, *files: Path, output_dir: Path) -> None:

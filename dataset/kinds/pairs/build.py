@@ -9,7 +9,6 @@ the puzzle in both splits. The same pairs give the same bytes on every machine.
 """
 
 import argparse
-import hashlib
 import itertools
 import re
 from collections import Counter, defaultdict
@@ -26,7 +25,7 @@ from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
 from dataset.kinds.pairs.files import GRIDS, Pair, choose_files, read_pairs
 from dataset.metadata import BLANK, SPLITS, Split
-from dataset.randomness import random_below, random_bits, random_orders
+from dataset.randomness import name_index, random_below, random_bits, random_orders
 from runtime.command_line import integer, matching, recorded, refuse_options, warn
 from runtime.reading import printable, sha256_of
 
@@ -145,12 +144,16 @@ def write_pairs(
             **augmented,
         )
 
-    test, augmented = lay_out(splits["test"]), {}
-    if options.symmetries:
-        transforms = _draw_transforms(len(splits["train"]), vocabulary, options)
-        augmented = {"augmentation": "pairs", "transforms": transforms, "held_out": test}
-        augmented["materialize"] = options.materialize
-    train = lay_out(splits["train"], **augmented)
+    test = lay_out(splits["test"])
+    train = lay_out(
+        splits["train"],
+        augmentation="pairs",
+        transforms=_draw_transforms(len(splits["train"]), vocabulary, options)
+        if options.symmetries
+        else None,
+        held_out=test,
+        materialize=options.materialize,
+    )
     write_dataset(
         options.output_dir,
         splits={"train": train, "test": test},
@@ -201,8 +204,7 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
         inputs[pair.task][pair.input] = None
     held_out = set()
     for task, different in inputs.items():
-        index = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
-        bits = random_bits(seed, stream=_HOLD_OUT, index=index, count=len(different))
+        bits = random_bits(seed, stream=_HOLD_OUT, index=name_index(task), count=len(different))
         count = min(max(round((fraction or _TEST_FRACTION) * len(different)), 1), len(different) - 1)
         keys = list(different)
         held_out.update((task, keys[row]) for row in random_orders(bits)[:count])

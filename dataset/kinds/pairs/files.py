@@ -12,17 +12,15 @@ line with the file, the line and the reason.
 """
 
 import contextlib
-import importlib
 import re
 import unicodedata
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-from dataset.build.sources import read_columns
+from dataset.build.sources import import_package, read_columns
 from dataset.description import characters, size_of
 from dataset.metadata import SPLITS, is_printable
 from runtime.reading import (
@@ -284,7 +282,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    openpyxl = _import("openpyxl", path)
+    openpyxl = import_package("openpyxl", needed_by=path)
     with _one_error(path, "Excel"), open_regular(path) as opened:
         with zipfile.ZipFile(opened) as parts:
             if sum(part.file_size for part in parts.infolist()) > _MOST_SHEET_BYTES:
@@ -331,16 +329,8 @@ def _text_of(cell: Any, where: str) -> str:
     return str(cell)
 
 
-def _import(package: str, path: Path) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        name = package.partition(".")[0]
-        raise ValueError(f"{path} needs the package {name}. Install it: pip install {name}") from None
-
-
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    parquet = _import("pyarrow.parquet", path)
+    parquet = import_package("pyarrow.parquet", needed_by=path)
     row_number = 0
     with _one_error(path, "parquet"), open_regular(path) as opened:
         fields = parquet.read_schema(opened)

@@ -9,7 +9,6 @@ command gives the same bytes on every machine.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import math
@@ -93,11 +92,8 @@ def check_options(options: argparse.Namespace) -> None:
 
 def build(options: argparse.Namespace) -> None:
     box, seed, least, clues = rules.BOXES[options.box], options.seed, options.min_difficulty, options.easier
-    num_examples = 2 if clues else 1
-
-    def draw_transforms(num_groups: int) -> np.ndarray:
-        return _draw_transforms(num_groups, options.num_aug, num_examples=num_examples, box=box, seed=seed)
-
+    numbers = {"num_aug": options.num_aug, "num_examples": 2 if clues else 1}
+    draw_transforms = functools.partial(_draw_transforms, **numbers, box=box, seed=seed)
     build_puzzles(
         options,
         kind="sudoku",
@@ -106,7 +102,7 @@ def build(options: argparse.Namespace) -> None:
         augmentation="sudoku",
         read=lambda files: [_read(path, box=box, options=options) for path in files],
         generate=lambda: _generate(options, box=box),
-        make_easier=(lambda train: _make_easier(train, clues=clues, seed=seed)) if clues else None,
+        make_easier=functools.partial(_make_easier, clues=clues, seed=seed) if clues else None,
         draw_transforms=draw_transforms if options.num_aug else None,
         has_several=functools.partial(_has_several_solutions, box=box),
     )
@@ -183,7 +179,7 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
 
 
 def _draw_transforms(
-    num_groups: int, num_aug: int, *, num_examples: int, box: rules.Box, seed: int
+    num_groups: int, *, num_aug: int, num_examples: int, box: rules.Box, seed: int
 ) -> np.ndarray:
     """Samples the transforms of each puzzle's variants: uint8 [num_groups, 1 + num_aug, bytes].
 
@@ -263,7 +259,7 @@ def _tables(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     for has_answer, some in itertools.groupby(grids, key=lambda grid: grid.answer is not None):
-        lines, questions, answers = zip(*map(dataclasses.astuple, some), strict=True)
+        lines, questions, answers = zip(*some, strict=True)
         yield lines, {"question": questions} | ({"answer": answers} if has_answer else {})
 
 

@@ -31,11 +31,9 @@ def draw_symmetries(seed: int, *, stream: int, index: int, count: int, box: Box)
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Samples orders of the rows of a Sudoku that keep each band together.
+    """Samples orders of rows that keep each band (row of boxes) together: int64 [count, rows].
 
-    A band is a row of boxes. Example: for 3x3 boxes, rows 0 to 2 are a band. Returns int64 [count, rows].
-    Entry i of an order is the number of the row that moves to row i. The function also samples orders of
-    columns, with stacks (columns of boxes) in place of bands.
+    Entry i of an order is the number of the row that moves to row i. Columns work the same.
 
     blocks: Random integers for the order of the bands, uint64 [count, bands]. in_blocks: Random integers for
     the order of the rows within each band, uint64 [count, bands, rows of a band].

@@ -5,11 +5,11 @@ accepted are letters only (A is 1), 0 to F, and numbers separated by spaces. An 
 `EMPTY_CELLS`.
 """
 
-import dataclasses
 import math
 import re
 import string
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from dataset.kinds.sudoku.rules import BOXES, Box
 
@@ -24,8 +24,7 @@ _BETWEEN = re.compile(r"[\s,;:|]+")
 _TITLE = re.compile(r"(?:grid|puzzle|sudoku|board|game|no)\W*\d*\W*", re.IGNORECASE)
 
 
-@dataclasses.dataclass(frozen=True)
-class GridText:
+class GridText(NamedTuple):
     """A Sudoku that was found in a text.
 
     Attributes:
@@ -87,7 +86,7 @@ def read_grids(text: str) -> list[GridText]:
         (cells,) = in_symbols(cells, num_cells=len(cells))
         before = puzzles[-1] if puzzles else None
         if before and before.answer is None and "." in before.cells and _answers(before.cells, cells):
-            puzzles[-1] = dataclasses.replace(before, answer=cells)
+            puzzles[-1] = before._replace(answer=cells)
         else:
             puzzles.append(GridText(line_number, cells))
     return puzzles
