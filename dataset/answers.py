@@ -23,10 +23,9 @@ def read_answers(
 ) -> np.ndarray:
     """Returns up to `num_answers` right answers of each example: int32 [n, num_answers, seq_len].
 
-    The first answer is the label of the example. The others are the different labels of examples that have
-    the same input and belong to the same group. A group is a puzzle with its augmented copies. If there are
-    more than `num_answers` - 1 others, a random selection of them is returned. It depends only on the seed
-    and the example. Unused entries are IGNORE_LABEL_ID.
+    The first answer is the label of the example. If there are more than `num_answers` - 1 others, a random
+    selection of them is returned. It depends only on the seed and the example. Unused entries are
+    IGNORE_LABEL_ID.
 
     rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
     """

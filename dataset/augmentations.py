@@ -73,12 +73,9 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def rename_by_first_use(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
-    """Renames the tokens `free` of each row in the order in which they occur.
+    """Renames the tokens `free` of each row in the order in which they occur, as free[0], free[1], ...
 
-    The token that occurs first becomes free[0], the next one free[1], and so on. Other tokens are not
-    changed.
-
-    tokens: [n, length]. free: Tokens that may be renamed.
+    tokens: [n, length]. Tokens that are not in `free` stay.
     """
     if not len(free):
         return tokens
@@ -125,9 +122,6 @@ def _dihedral_cells(size: int) -> np.ndarray:
 
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
     """Splits the bytes of Sudoku transforms into their four parts, as numpy views.
-
-    A transform permutes the rows and columns of an n x n Sudoku, then may transpose it, and exchanges digits.
-    The parts are:
 
     - whether the grid is transposed, 0 or 1 [count, 1]
     - the original row (from 0) at each row of the permuted grid, [count, n]
@@ -260,14 +254,11 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 def find_augmentation(name: str | None) -> Augmentation | None:
     """Returns the family of transforms with this name, such as "sudoku".
 
-    Returns None if it does not exist, or if `name` is None. A kind of puzzle in dataset/kinds may add a
-    family under its own name. If `name` is not a known family, but such a kind exists, the kind is imported
-    first.
+    Returns None if it does not exist, or if `name` is None. Imports the kind of puzzle with this name if it
+    may add the family.
     """
-    if name is not None and name not in AUGMENTATIONS and name in _names_of_kinds():
-        importlib.import_module(f"dataset.kinds.{name}")
+    if name is not None and name not in AUGMENTATIONS:
+        kinds = pkgutil.iter_modules([str(Path(__file__).with_name("kinds"))])
+        if name in [module.name for module in kinds]:
+            importlib.import_module(f"dataset.kinds.{name}")
     return AUGMENTATIONS.get(name)
-
-
-def _names_of_kinds() -> set[str]:
-    return {module.name for module in pkgutil.iter_modules([str(Path(__file__).with_name("kinds"))])}

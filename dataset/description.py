@@ -14,20 +14,18 @@ from dataset.augmentations import END, FIRST_SYMBOL, PAD, find_augmentation
 from dataset.files import IDENTIFIERS, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.metadata import JOINER, Dataset, Metadata
-from dataset.sets import rows_of
+from dataset.sets import original_chunks
 from runtime.reading import MissingFileError, printable, read_json
 
 Grid = Sequence[Sequence[str]]
 
 _MOST_NAME_BYTES = 2**28  # size limit of identifiers.json: a million variants have long names
-_CHUNK_PUZZLES = 1 << 14
+_MOST_LISTED = 40  # symbols in a message
 
 
 @dataclasses.dataclass(frozen=True)
 class DatasetInfo:
     """The information that is needed to read and draw the puzzles of a dataset.
-
-    Checkpoints contain a copy.
 
     Attributes:
         metadata: Properties of the dataset, such as its vocabulary size.
@@ -96,19 +94,18 @@ def with_candidates(data: Dataset) -> Dataset:
     """
     metadata, found = data.metadata, set()
     for puzzle_set in data.splits["train"].sets.values():
-        puzzles = np.asarray(puzzle_set.group_indices[:-1], np.int64)
-        for part in np.array_split(puzzles, -(-len(puzzles) // _CHUNK_PUZZLES)):
-            rows = rows_of(puzzle_set.puzzle_indices, part)
-            inputs, labels = puzzle_set.read(rows, part.repeat(np.diff(puzzle_set.puzzle_indices)[part]))
+        for rows, puzzles in original_chunks(puzzle_set):
+            inputs, labels = puzzle_set.read(rows, puzzles)
             counted = labels != metadata.ignore_label_id
             found.update(np.unique(inputs[counted].astype(np.int64) * metadata.vocab_size + labels[counted]))
     kind = read_info(data.folders, metadata).kind
     family = find_augmentation(kind.augmentation) if kind else None
-    may = {
-        attribute: family is not None and getattr(family, attribute)
-        for attribute in ("may_turn", "may_permute")
-    }
-    metadata = dataclasses.replace(metadata, candidates=tuple(map(int, sorted(found))), **may)
+    metadata = dataclasses.replace(
+        metadata,
+        candidates=tuple(map(int, sorted(found))),
+        may_turn=family is not None and family.may_turn,
+        may_permute=family is not None and family.may_permute,
+    )
     train = dataclasses.replace(data.splits["train"], metadata=metadata)
     return dataclasses.replace(data, splits={**data.splits, "train": train})
 
@@ -116,8 +113,8 @@ def with_candidates(data: Dataset) -> Dataset:
 def read_names(folder: Path) -> list[str]:
     """Returns the names of the puzzles of a dataset folder, by puzzle identifier.
 
-    Example: ["<blank>", "0a938d79"]. A puzzle identifier is the number of a puzzle embedding. Returns [] if
-    the file identifiers.json is missing or does not contain a list.
+    Example: ["<blank>", "0a938d79"]. Returns [] if the file identifiers.json is missing or does not contain a
+    list.
     """
     try:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
@@ -127,13 +124,7 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Returns the names of the puzzles of a dataset folder, by puzzle identifier.
-
-    A puzzle identifier is the number of a puzzle embedding. Raises ValueError if the file identifiers.json
-    does not contain exactly one name for each identifier.
-
-    metadata: Metadata of the dataset in `folder`.
-    """
+    """Returns `read_names(folder)`. Raises ValueError if a puzzle identifier has no name."""
     names, num = read_names(folder), metadata.num_puzzle_identifiers
     if len(names) != num:
         path = folder / IDENTIFIERS
@@ -168,9 +159,6 @@ def characters(text: str) -> list[str]:
 class Vocabulary:
     """Converts puzzles between text and tokens, for a dataset that defines its own symbols.
 
-    A grid is a list of rows, and a row is a list of symbols. A grid may be smaller than the token array that
-    contains it.
-
     Attributes:
         symbols: Texts of the tokens 2, 3, ...
         num_rows: Number of rows of the token array.
@@ -183,10 +171,7 @@ class Vocabulary:
 
     @staticmethod
     def of(metadata: Metadata) -> "Vocabulary | None":
-        """Returns the vocabulary that the metadata of a dataset define.
-
-        Returns None if the metadata define no symbols.
-        """
+        """Returns the vocabulary of a dataset, or None if its metadata define no symbols."""
         if metadata.symbols is None:
             return None
         return Vocabulary(metadata.symbols, metadata.seq_len // metadata.num_columns, metadata.num_columns)
@@ -197,14 +182,9 @@ class Vocabulary:
         return any(len(characters(symbol)) > 1 for symbol in self.symbols)
 
     def parse(self, text: str) -> list[list[str]]:
-        """Converts a text to a grid, a list of rows of symbols.
+        """Converts a text to a grid. Raises ValueError as `tokens_of` does.
 
-        Each line of the text is a row. If a symbol of the dataset has several characters, spaces separate the
-        symbols of a row. If no symbol has several characters and none is a space, spaces separate rows, as
-        line breaks do.
-
-        Raises ValueError for an unknown symbol, rows of unequal length, or a grid that is larger than the
-        token arrays of the dataset.
+        If no symbol has several characters and none is a space, spaces separate rows, as line breaks do.
         """
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:
@@ -218,12 +198,10 @@ class Vocabulary:
         return FieldPuzzle(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
 
     def tokens_of(self, grid: Grid) -> np.ndarray:
-        """Converts a grid of symbols to tokens: uint8 [seq_len].
+        """Converts a grid of symbols to tokens: uint8 [seq_len]. `lay_out` describes the result.
 
-        `lay_out` describes the result. Raises ValueError if the grid has an unknown symbol, or is larger than
-        the token array.
-
-        grid: List of rows. Each row is a list of symbols, such as ["#", "."].
+        Raises ValueError if the grid has an unknown symbol or rows of unequal length, or is larger than the
+        token array.
         """
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
@@ -236,26 +214,20 @@ class Vocabulary:
         return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the cells of the grid in a token array.
+        """Returns the indices of the cells of the grid in a token array [seq_len]: int64 [rows, columns].
 
-        The result is int64 [rows, columns]. The grid is at the top left, and may be smaller than the array.
-        Its first row and first column end at the first token that is not a symbol.
-
-        tokens: Token array, [seq_len].
+        The first row and the first column of the grid end at the first token that is not a symbol.
         """
         field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
         lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
         num_rows, num_columns = (int(np.r_[line, False].argmin()) for line in lines)
         return np.arange(field.size).reshape(field.shape)[:num_rows, :num_columns]
 
-    def list_symbols(self, most: int = 40) -> str:
-        """Returns the symbols as a text, such as "# . S and 2 more".
-
-        most: Number of symbols to list.
-        """
+    def list_symbols(self) -> str:
+        """Returns the symbols as a text, such as "# . S and 2 more"."""
         names = ["space" if symbol == " " else symbol for symbol in self.symbols]
-        more = [f"and {len(names) - most} more"] if len(names) > most else []
-        return " ".join(names[:most] + more)
+        more = [f"and {len(names) - _MOST_LISTED} more"] if len(names) > _MOST_LISTED else []
+        return " ".join(names[:_MOST_LISTED] + more)
 
     @property
     def style(self) -> Style:
@@ -271,13 +243,7 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class FieldPuzzle(Puzzle):
-    """A puzzle that is written with the symbols of its dataset, such as "#".
-
-    The grid of the puzzle may be smaller than the token array that contains it.
-
-    Attributes:
-        vocabulary: The symbols of the dataset and the size of its token arrays.
-    """
+    """A puzzle that is written with the symbols of its dataset, such as "#"."""
 
     vocabulary: Vocabulary | None = None
 
@@ -288,9 +254,7 @@ class FieldPuzzle(Puzzle):
 def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
     """Returns (number of rows, number of columns) of a grid.
 
-    Raises ValueError if the grid is empty, or if its rows have different lengths.
-
-    name: Name of the grid in the error message.
+    Raises ValueError if the grid is empty, or if its rows have different lengths. The message names `name`.
     """
     lengths = [len(row) for row in rows]
     if not lengths or not lengths[0]:
@@ -308,7 +272,7 @@ def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:
     below the grid and the column to its right become END (1), if the array has room for them. All other cells
     become PAD (0).
 
-    grid: Symbols as numbers from 0, [rows, columns]. num_rows, num_columns: Size of the token array.
+    grid: Symbols as numbers from 0, [rows, columns].
     """
     rows, columns = grid.shape
     tokens = np.full((num_rows, num_columns), PAD, np.uint8)

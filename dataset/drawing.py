@@ -26,14 +26,12 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
-    """Returns which cells of a token array to draw, as indices: int64 [rows, columns].
+    """Returns which cells of a token array [seq_len] to draw, as indices: int64 [rows, columns].
 
-    In most kinds of puzzles, all cells are drawn. In some kinds, such as ARC, a grid may be smaller than the
-    array. Then only the rectangle that contains the grid is drawn.
+    If a grid may be smaller than the array, as in ARC, they are the rectangle that contains the grid.
 
-    style: Says how this kind of puzzle is drawn. tokens: The array, [seq_len]. frame: Another array,
-    [seq_len], such as the right answer. If given, the rectangle contains the grid in `frame` and the end
-    marks below it and to its right. The grid in `tokens` has no effect.
+    frame: Another array, [seq_len], such as the right answer. If given, the rectangle contains the grid in
+    `frame` and the end marks below it and to its right. The grid in `tokens` has no effect.
     """
     cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
     if style.first_of_field is None:
@@ -49,21 +47,17 @@ def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
 
 
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
-    """Returns the number of the region that each cell belongs to, row by row.
-
-    Cells with equal numbers form a region, such as a box of a Sudoku. Returns None if grids of `num_cells`
-    cells have no regions.
-    """
+    """Returns the number of each cell's region, row by row. None if such grids have no regions."""
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)
 
 
 def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.ndarray | None:
-    """Returns the number of the region that each drawn cell belongs to: int64 [rows, columns].
+    """Returns the number of each drawn cell's region: int64 [rows, columns].
 
     Returns None if the grid has no regions, or if all regions are rectangles, such as the boxes of a Sudoku.
 
-    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of all cells of the grid.
+    cells: Indices of the drawn cells, [rows, columns].
     """
     numbers = np.array(regions_of(style, num_cells) or [0] * num_cells)
     grid = to_grid(numbers, num_columns=style.num_columns)
@@ -72,10 +66,7 @@ def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.nda
 
 
 def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
-    """Returns the settings with which the script grid.js draws grids on a web page.
-
-    Examples of keys are "symbols", "colors" and "regions". All values can be converted to JSON.
-    """
+    """Returns the settings with which the script grid.js draws grids on a web page, for JSON."""
     tokens = range(metadata.vocab_size)
     is_blank = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
     return {
@@ -102,10 +93,9 @@ def draw(
 ) -> list[str]:
     """Draws a grid for a terminal. Returns lines of text: the title, then the rows.
 
-    style: Says how this kind of puzzle is drawn. tokens: The grid, [seq_len]. color: Whether to use ANSI
-    color codes. frame: Another grid, [seq_len], such as the right answer. If given, `cells_of` chooses the
-    drawn cells by this grid. is_new: Cells to draw in green if `style.marks_new`, bool [seq_len]. is_wrong:
-    Cells to draw white on red, followed by an x, bool [seq_len].
+    tokens: The grid, [seq_len]. color: Whether to use ANSI color codes. frame: As in `cells_of`. is_new:
+    Cells to draw in green if `style.marks_new`, bool [seq_len]. is_wrong: Cells to draw white on red,
+    followed by an x, bool [seq_len].
     """
     cells = cells_of(style, tokens, frame=frame)
 
@@ -175,10 +165,7 @@ def without_codes(text: str) -> str:
 
 
 def side_by_side(drawings: Sequence[list[str]]) -> str:
-    """Returns a text that shows several drawings next to each other.
-
-    drawings: Each drawing is a list of lines of text.
-    """
+    """Returns a text that shows several drawings, lists of lines, next to each other."""
     widths = [max(len(without_codes(line)) for line in lines) + 3 for lines in drawings]
     rows = []
     for lines in itertools.zip_longest(*drawings, fillvalue=""):
@@ -203,27 +190,19 @@ _COLOR = re.compile(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);")
 
 
 class Paint(NamedTuple):
-    """The appearance of a cell in an SVG.
+    """The appearance of a cell in an SVG."""
 
-    Attributes:
-        ground: Color of the background.
-        opacity: Opacity of the background, from 0 to 1.
-        text: Text in the cell.
-        kind: CSS class of the text.
-    """
-
-    ground: str = ""
-    opacity: float = 0
+    ground: str = ""  # color of the background
+    opacity: float = 0  # of the background, from 0 to 1
     text: str = ""
-    kind: str = ""
+    kind: str = ""  # CSS class of the text
 
 
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
     """Returns the appearance of a cell in an SVG.
 
-    style: Says how this kind of puzzle is drawn. token: Token of the cell. is_clue: Whether the cell is given
-    by the puzzle. doubt: How unsure the model is about the cell, from 0 (sure) to 1. It changes the opacity
-    of the background, except for clues that have no color in `style`.
+    is_clue: Whether the cell is given by the puzzle. doubt: How unsure the model is about the cell, from 0
+    (sure) to 1. It changes the opacity of the background, except for clues that have no color in `style`.
     """
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))
@@ -234,20 +213,13 @@ def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -
 
 @dataclasses.dataclass(frozen=True)
 class SvgGrid:
-    """Creates the SVG elements of a grid. All positions and sizes are in SVG units.
-
-    Attributes:
-        rows: Number of rows of cells.
-        columns: Number of columns of cells.
-        left, top: Position of the top left corner of the grid.
-        size: Width and height of a cell.
-    """
+    """Creates the SVG elements of a grid. All positions and sizes are in SVG units."""
 
     rows: int
     columns: int
     left: float
     top: float
-    size: float
+    size: float  # of a cell
 
     @property
     def frame(self) -> str:
@@ -277,24 +249,20 @@ class SvgGrid:
         )
 
     def lines(self, regions: Sequence[int] | None) -> Iterator[str]:
-        """Yields the SVG elements of the lines of the grid.
+        """Yields the SVG elements of the lines between cells, and of the frame around the grid.
 
-        They are the lines between cells and the frame around the grid. Lines between regions are thicker.
-
-        regions: Number of each cell's region, row by row. If None, the grid has no regions.
+        regions: Number of each cell's region, row by row, or None. Lines between regions are thicker.
         """
         numbers = np.zeros((self.rows, self.columns), int)
         if regions is not None:
             numbers = np.reshape(regions, numbers.shape)
         thin, heavy = [], []
-        for row in range(1, self.rows):
-            for first, end, is_border in _runs(numbers[row] != numbers[row - 1]):
-                x, y = self.corner(row, first)
-                (heavy if is_border else thin).append(f"M{x:.4g} {y:.4g}h{(end - first) * self.size:.4g}")
-        for column in range(1, self.columns):
-            for first, end, is_border in _runs(numbers[:, column] != numbers[:, column - 1]):
-                x, y = self.corner(first, column)
-                (heavy if is_border else thin).append(f"M{x:.4g} {y:.4g}v{(end - first) * self.size:.4g}")
+        for direction, across in (("h", numbers), ("v", numbers.T)):
+            for line in range(1, len(across)):
+                for first, end, is_border in _runs(across[line] != across[line - 1]):
+                    x, y = self.corner(line, first) if direction == "h" else self.corner(first, line)
+                    length = (end - first) * self.size
+                    (heavy if is_border else thin).append(f"M{x:.4g} {y:.4g}{direction}{length:.4g}")
         yield f'<path d="{"".join(thin)}" stroke="var(--line)" fill="none"/>'
         if heavy:
             yield f'<path d="{"".join(heavy)}" stroke="var(--box)" stroke-width="1.6" fill="none"/>'

@@ -40,10 +40,6 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequence[Path]) -> np.ndarray:
     """Returns a hash of each example that is not an augmented copy: uint64 [n].
 
-    Equal examples have equal hashes, also in different datasets. Two examples are equal if they have the same
-    input tokens and the same name of their puzzle identifier. Two ARC examples are equal if the grids of
-    their inputs and answers are equal. The hash of an ARC example without an answer is 0 (`UNKNOWN`).
-
     split: "train" or "test". folders: All folders of the dataset.
     """
     parts = ((part, split, folders[index]) for index, part in data.parts)
@@ -67,12 +63,9 @@ class Compared(NamedTuple):
     is_known: np.ndarray
 
     def hash(self, hash_tokens: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
-        """Returns a hash of each example: uint64 [n].
+        """Returns a hash of each example: uint64 [n]. If its answer is not known, the hash is `UNKNOWN`.
 
-        If the answer of an example is not known, its hash is 0.
-
-        hash_tokens: Function (tokens [n, length]) -> hash of each row, uint64 [n]. If None, `hash_rows` is
-        used.
+        hash_tokens: Function (tokens [n, length]) -> hash of each row, uint64 [n]. Default: `hash_rows`.
         """
         hashes = (hash_tokens or hash_rows)(self.tokens)
         hashes = hashes if self.names is None else mix(hashes ^ self.names)
@@ -80,10 +73,7 @@ class Compared(NamedTuple):
 
 
 def read_compared(data: PuzzleSet, split: str, folder: Path) -> Iterator[Compared]:
-    """Yields the data that decide which examples are equal, in chunks. Skips augmented copies.
-
-    data: Set of puzzles. split: "train" or "test". folder: Dataset folder that contains the set.
-    """
+    """Yields the data that decide which examples are equal, in chunks. Skips augmented copies."""
     metadata = load_metadata(folder, split)
     kind = read_info([folder], metadata).kind
     family = find_augmentation(kind.augmentation) if kind else None
@@ -148,10 +138,7 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
 
 
 def hash_training(data: Dataset) -> dict[str, np.ndarray]:
-    """Returns a hash of each training example that is not an augmented copy.
-
-    The result is {name of the training set: uint64 [n]}, in the order of the examples.
-    """
+    """Returns {name of the training set: `hash_examples` of it, uint64 [n]}."""
     sets = data.splits["train"].sets
     return {name: hash_examples(training_set, "train", data.folders) for name, training_set in sets.items()}
 
@@ -161,9 +148,9 @@ def join_repeats(
 ) -> dict[str, np.ndarray]:
     """Returns a copy of `held_out` in which groups with equal examples have equal values.
 
-    This prevents training on an example that is also used for validation. A group is a puzzle with its
-    augmented copies. If an example occurs in several groups, these groups are connected, also through other
-    groups. All connected groups get the value of the first of them.
+    This prevents training on an example that is also used for validation. If an example occurs in several
+    groups, these groups are connected, also through other groups. All connected groups get the value of the
+    first of them.
 
     hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
     that are held out for validation.
@@ -189,12 +176,10 @@ def join_repeats(
 def trained_in_folders(
     data: Dataset, hashes: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
 ) -> dict[int, np.ndarray]:
-    """Returns the hashes of the examples that are trained on.
-
-    The result is {index of the dataset folder: uint64 [n]}. A folder without a training set is left out.
+    """Returns the hashes of the examples that are trained on: {index of the dataset folder: uint64 [n]}.
 
     hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
-    (puzzles with their augmented copies) that are not trained on. Missing sets are trained on completely.
+    that are not trained on. Missing sets are trained on completely.
     """
     found: dict[int, list[np.ndarray]] = {folder: [] for folder in range(len(data.folders))}
     for name, training_set in data.splits["train"].sets.items():
@@ -228,19 +213,12 @@ class Trained:
 
     @staticmethod
     def of(hashes: Sequence[np.ndarray], *, is_complete: bool = True) -> "Trained":
-        """Creates a `Trained` from arrays of hashes, uint64 [n] each. Repeated hashes count once.
-
-        The hash 0 of ARC examples without an answer is left out.
-        """
+        """Creates a `Trained` from arrays of hashes, uint64 [n] each, without repeats and `UNKNOWN`."""
         found = np.sort(np.concatenate([np.zeros(1, np.uint64), *hashes]))  # UNKNOWN is always the first
         return Trained(found[1:][found[1:] != found[:-1]], is_complete=is_complete)
 
     def sample(self, rate: float) -> "Trained":
-        """Returns a `Trained` that contains only about the fraction `rate` of all examples.
-
-        It contains the hashes below rate * 2^64. If the `rate` of this object is already that small, returns
-        the object itself.
-        """
+        """Returns a `Trained` that contains at most about the fraction `rate` of all examples."""
         if rate >= self.rate:
             return self
         return dataclasses.replace(self, hashes=self.hashes[self.hashes < _limit(rate)], rate=rate)
@@ -248,9 +226,8 @@ class Trained:
     def join(self, other: "Trained | None") -> "Trained":
         """Returns a `Trained` with the training examples of both `self` and `other`.
 
-        A `Trained` may store only a sample of its examples' hashes: the fraction `rate`. The result has the
-        smaller `rate` of the two, and drops the hashes outside that sample. If `other` is None, or if `self`
-        already stores everything that `other` has, returns `self`.
+        The result has the smaller `rate` of the two. If `self` already stores all that `other` has, returns
+        `self`.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self
@@ -273,8 +250,7 @@ class Trained:
     def covers(self, hashes: np.ndarray) -> np.ndarray:
         """Returns whether a training example with each of these hashes would be stored: bool [n].
 
-        If `rate` is 1, this is true for every hash except 0, which stands for an unknown example. If `rate`
-        is less than 1, it is true only for hashes from 1 to rate * 2^64 - 1.
+        False for `UNKNOWN`, and for hashes outside the sample.
 
         hashes: Hashes of any examples, uint64 [n].
         """

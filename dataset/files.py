@@ -85,8 +85,7 @@ def read_builder(folder: Path) -> dict[str, Any] | None:
 def splits_with_several_solutions(folder: Path) -> list[str]:
     """Returns the splits that contain puzzles with several solutions, such as ["train"].
 
-    The program that built the dataset has stored them in the file manifest.json in the folder. Returns [] if
-    the file is missing or lists no splits.
+    Reads the file manifest.json in the folder. Returns [] if the file is missing or lists no splits.
     """
     try:
         found = read_json(folder / MANIFEST)["several_solutions"]
@@ -194,8 +193,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
     """Checks the values of all tokens of a split. Raises ValueError for an invalid token.
 
     Inputs must be from 0 to vocab_size - 1. Labels must be in the same range, or equal to `ignore_label_id`.
-    A training split must have at least one label that is not `ignore_label_id`. If a set computes augmented
-    copies when it is read, the transforms that make the copies are checked, too.
+    A training split must have at least one label that is not `ignore_label_id`. Transforms must be valid.
 
     folder, split: Names for the error message.
     """

@@ -24,10 +24,7 @@ _ONLY_BLANK = json.dumps([BLANK]).encode()
 
 
 class Match(NamedTuple):
-    """The puzzle embeddings of a model that belong to the puzzles of a dataset.
-
-    The model stores its puzzle embeddings as rows of a table. A dataset numbers its puzzles by puzzle
-    identifiers.
+    """The puzzle embeddings of a model, rows of a table, that belong to the puzzles of a dataset.
 
     Attributes:
         rows: Row of the table for each puzzle identifier, int64 [identifiers]. -1 if the table has no row for
@@ -47,10 +44,7 @@ class Match(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Identities:
-    """Says which puzzle each puzzle identifier (embedding number) of a dataset stands for.
-
-    A puzzle is identified by its name and, if known, by a hash of its ARC task. The dataset may have several
-    folders.
+    """Says which puzzle each puzzle identifier of a dataset stands for.
 
     Attributes:
         folders: Names of the folders.
@@ -96,9 +90,8 @@ class Identities:
         """Finds the puzzle embeddings of a model that belong to the puzzles of a dataset.
 
         `self` describes the training data of the model, and `data` describes the dataset. Puzzles are matched
-        by name. If one of them has several folders, the name of a puzzle includes the name of its folder, as
-        in "arc/0a938d79". Returns None if some puzzle identifiers of the training data or of the dataset have
-        no names.
+        by name, with the name of the folder if one of them has several folders. Returns None if some puzzle
+        identifiers have no names.
         """
         with_folders = len(self.folders) > 1 or len(data.folders) > 1
         known, data_keys = (identities.keys(with_folders=with_folders) for identities in (self, data))
@@ -126,7 +119,7 @@ class Identities:
 
 
 def identities_of(data: Dataset) -> Identities | None:
-    """Returns which puzzle each puzzle identifier (embedding number) of a dataset stands for.
+    """Returns which puzzle each puzzle identifier of a dataset stands for.
 
     Returns None if a folder has several identifiers, but no file identifiers.json with their names. Raises
     ValueError if the file digests.npy is not valid.

@@ -21,11 +21,10 @@ _MOST_CANDIDATES = 16  # training puzzles with the same hash that are searched f
 
 
 class Leaked(NamedTuple):
-    """Number of puzzles in one test set that are also training puzzles.
+    """Number of puzzles in one test set that are also training puzzles. Variants are not compared.
 
     Attributes:
         name: Dataset folder and name of the test set.
-        count: Number of test puzzles.
         exact: Number of test puzzles that are equal to a training puzzle.
         symmetric: Number of test puzzles that are equal to a training puzzle or to a transformed training
             puzzle, such as a rotated one. None if the transforms of this kind of puzzle are not known.
@@ -56,12 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_leaked(folders: Sequence[Path]) -> Iterator[Leaked]:
-    """Compares test puzzles with all training puzzles. Yields a result for each test set.
+    """Compares the test puzzles of each folder with the training puzzles of all. Yields a result for a set.
 
-    Augmented copies of puzzles are not compared. Raises ValueError if a folder is not a dataset, or if the
-    folders have different kinds of puzzles or symbols.
-
-    folders: Dataset folders. The test puzzles of each are compared with the training puzzles of all.
+    Raises ValueError if a folder is not a dataset, or if the folders have different kinds of puzzles or
+    symbols.
     """
     opened = [open_dataset(folder, read_everything=False) for folder in folders]
     infos = [read_info(data.folders, data.metadata) for data in opened]

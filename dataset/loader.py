@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
 
 from dataset.answers import read_answers
 from dataset.description import read_names
@@ -52,10 +51,7 @@ class Batch(NamedTuple):
         return Batch(*(None if tensor is None else function(tensor) for tensor in self))
 
     def select(self, slots: slice | torch.Tensor) -> "Batch":
-        """Returns a batch that contains only some of the examples.
-
-        slots: Positions of the examples in the batch, as a slice, int64 [n] or a mask, bool [batch].
-        """
+        """Returns some of the examples. slots: Slice, positions, int64 [n], or mask, bool [batch]."""
         return self.map(lambda tensor: tensor[slots])
 
     @staticmethod
@@ -63,8 +59,8 @@ class Batch(NamedTuple):
         return Batch(*(torch.cat(column) for column in zip(*parts, strict=True) if column[0] is not None))
 
 
-class PuzzleDataset(IterableDataset):
-    """Iterable dataset that yields the batches of one rank.
+class PuzzleDataset:
+    """Iterable over the batches of one rank.
 
     Yields tuples (name of the set, `Batch`). Each rank gets ceil(global_batch_size / world_size) consecutive
     examples of every batch. The last ranks may get fewer. In an evaluation, missing examples are replaced by
@@ -100,12 +96,12 @@ class PuzzleDataset(IterableDataset):
         data = self.data.splits[self.split]
         for batch in self.plan.batches(self.first_step):
             rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
-            set_and_metadata = data.sets[batch.set_name], data.metadata
+            puzzle_set = data.sets[batch.set_name]
             size = self.local_batch_size if isinstance(self.plan, EvaluationPlan) else len(rows)
-            loaded = load_batch(*set_and_metadata, rows, puzzles, size=size)
+            loaded = load_batch(puzzle_set, data.metadata, rows, puzzles, size=size)
             if self.num_answers > 1:
                 options = {"num_answers": self.num_answers, "seed": self.seed}
-                answers = read_answers(set_and_metadata[0], rows, puzzles, **options)
+                answers = read_answers(puzzle_set, rows, puzzles, **options)
                 if data.metadata.ignore_label_id is not None:
                     answers[answers == data.metadata.ignore_label_id] = IGNORE_LABEL_ID
                 loaded = loaded._replace(answers=torch.from_numpy(answers))
@@ -114,7 +110,7 @@ class PuzzleDataset(IterableDataset):
     def distinct_identifiers(self) -> np.ndarray:
         """Returns the puzzle identifiers that this rank will read: int64 [n], ascending, without repetitions.
 
-        A puzzle identifier is the number of a puzzle embedding. The identifier of padding is included.
+        The identifier of padding is included.
         """
         data = self.data.splits[self.split]
         found = [np.array([data.metadata.blank_identifier_id])]
@@ -156,11 +152,10 @@ def load_batch(
 
 @contextlib.contextmanager
 def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[Iterator[tuple[str, Batch]]]:
-    """Context manager that yields an iterator over the batches of `dataset`. A thread reads ahead.
+    """Context manager that yields an iterator over the batches of `dataset`. A thread reads 8 batches ahead.
 
-    The thread reads up to 8 batches ahead. For a CUDA device, the batches are in pinned memory. If the thread
-    raises an error, the iterator yields the batches before it, then raises the error. At the end of the
-    `with` block, the thread stops. This takes at most 5 s.
+    For a CUDA device, the batches are in pinned memory. If the thread raises an error, the iterator yields
+    the batches before it, then raises the error. The end of the `with` block takes at most 5 s.
     """
     batches: queue.SimpleQueue[tuple[str, Batch] | BaseException | None] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(_BATCHES_AHEAD), threading.Event()
@@ -221,19 +216,14 @@ def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
 
 
 def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
-    """Reads some examples of a test set as one batch on the CPU.
-
-    rows: Indices of the examples, int64 [n].
-    """
+    """Reads some examples of a test set as one batch on the CPU. rows: Their indices, int64 [n]."""
     split = data.splits["test"]
     puzzles = np.asarray(split.sets[set_name].puzzle_indices).searchsorted(rows, side="right") - 1
     return load_batch(split.sets[set_name], split.metadata, rows, puzzles, size=len(rows))
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the name of the puzzle of each puzzle identifier.
-
-    A puzzle identifier is the number of a puzzle embedding. If its puzzle has no name, the result is "".
+    """Returns the name of the puzzle of each puzzle identifier, "" if it has none.
 
     set_names: For each identifier, the name of a test set that contains it.
     """

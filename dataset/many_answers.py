@@ -71,11 +71,7 @@ def find_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> tuple[n
 
 @dataclasses.dataclass(frozen=True)
 class ManyAnswersPuzzle(Puzzle):
-    """A puzzle that a user wants to solve, and that may have several right answers.
-
-    Attributes:
-        answer_rules: The rules of the kind of puzzle. They check answers and find all right answers.
-    """
+    """A puzzle that a user wants to solve, and that may have several right answers."""
 
     answer_rules: AnswerRules | None = None
     has_many_answers: ClassVar[bool] = True
@@ -102,7 +98,7 @@ def read_square(
 
     Raises ValueError if a symbol is unknown, or if the text does not have an allowed size.
 
-    symbols: The symbol of each token. sizes: Allowed numbers of rows. answer_rules: Rules of the puzzle.
+    symbols: The symbol of each token. sizes: Allowed numbers of rows.
     """
     (puzzle,) = read_symbols(text, symbols, vocab_size=len(symbols))
     size = math.isqrt(len(puzzle.tokens))
@@ -114,7 +110,7 @@ def read_square(
 
 
 class Found(NamedTuple):
-    """What a model's answers to one puzzle show. The model answers a puzzle several times.
+    """What a model's answers to one puzzle show.
 
     Attributes:
         num_right: Number of right answers that the puzzle has.
@@ -136,8 +132,7 @@ class Found(NamedTuple):
 class ManyAnswersEvaluator:
     """Measures how many of the right answers of each puzzle a model finds.
 
-    The model answers each puzzle several times. The metrics do not depend on the number of ranks or on the
-    batch size.
+    The metrics do not depend on the number of ranks or on the batch size.
 
     Args:
         kind: Name of the kind of puzzle. Metrics are named `<kind>/<metric>`.
@@ -217,11 +212,9 @@ def _expected_number(num_right: int, num_samples: int) -> float:
 def _coverages(rows: Sequence[tuple[int, int, float]]) -> dict[str, float]:
     """Computes three averages of the fraction of right answers that were found.
 
-    An input has m right answers, and f of them were found. coverage_mean is the mean of f / m.
-    coverage_inputs is sum f / sum m. coverage_pairs is sum m f / sum m^2. coverage_pairs equals
-    coverage_inputs for a test set that repeats each input m times.
+    coverage_pairs equals coverage_inputs for a test set that repeats each input m times.
 
-    rows: [(m, number of inputs with this m and this f, f), ...]. If empty, returns {}.
+    rows: [(number of right answers m, number of inputs with this m and f, number of answers found f), ...].
     """
     if not rows:
         return {}

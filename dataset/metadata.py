@@ -37,9 +37,8 @@ def is_printable(symbol: str) -> bool:
 class Metadata:
     """Properties of the training or test split of a dataset, such as its vocabulary size.
 
-    The file dataset.json of the split stores them. A puzzle identifier is the number of a puzzle's learned
-    embedding. A group is a puzzle with its augmented copies. Each of the `sets` is a named part of the split
-    that is evaluated separately.
+    The file dataset.json of the split stores them. Each of the `sets` is a named part of the split that is
+    evaluated separately.
     """
 
     pad_id: _Number
@@ -96,9 +95,8 @@ class Metadata:
 def columns_of(metadata: Metadata, *, needed_by: str) -> int:
     """Returns the number of columns of the grids of a dataset.
 
-    If `metadata.num_columns` is None, the grids must be square. Raises ValueError if they are not.
-
-    needed_by: Name of the config key that needs grids. The error message contains it.
+    Raises ValueError if it is not known, and the grids are not square. needed_by: Name of the config key that
+    needs grids, for the message.
     """
     if metadata.num_columns is not None:
         return metadata.num_columns
@@ -120,10 +118,7 @@ class Split:
 def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int, **others: Any) -> Metadata:
     """Creates the metadata of a split with one set of puzzles, named "all".
 
-    Token 0 is padding, and labels of 0 are not scored. Puzzle identifier 0 stands for puzzles without a
-    learned embedding.
-
-    others: Other fields of `Metadata`, such as `num_columns`.
+    Token 0 is padding, and labels of 0 are not scored. others: Other fields of `Metadata`.
     """
     usual = {"total_groups": 1, "mean_puzzle_examples": 1.0, "sets": ("all",), **others}
     return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
@@ -132,8 +127,7 @@ def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int
 def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, **others: Any) -> Split:
     """Creates a split from one set of puzzles. The set gets the name "all".
 
-    vocab_size: Number of different tokens. num_identifiers: Number of puzzle identifiers (learned puzzle
-    embeddings) in the dataset. others: Other fields of `Metadata`, such as `num_columns`.
+    num_identifiers: Number of puzzle identifiers in the dataset. others: Other fields of `Metadata`.
     """
     num_puzzles = len(puzzles.puzzle_identifiers)
     metadata = usual_metadata(
@@ -156,7 +150,7 @@ class Origin(NamedTuple):
         folder: Dataset folder.
         set_name: Name of the test set in this folder.
         first_identifier: Number that the mixture adds to each puzzle identifier of this folder, so that the
-            identifiers of different folders differ. A puzzle identifier is the number of a puzzle embedding.
+            identifiers of different folders differ.
     """
 
     folder: Path
@@ -182,10 +176,7 @@ class Dataset:
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name in this dataset of the test set `set_name` of a folder.
-
-        In a mixture of several folders, the name is "<folder>.<set_name>". Otherwise it is `set_name`.
-        """
+        """Returns the name in this dataset of the test set `set_name` of a folder."""
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
 

@@ -65,11 +65,7 @@ def open_datasets(
 
 
 def check_same_tokens(first: Dataset, data: Dataset) -> None:
-    """Raises ValueError if one model cannot train on both datasets.
-
-    Both must have the same sequence length, vocabulary size, padding token, label of unscored cells, symbols
-    and number of columns.
-    """
+    """Raises ValueError if one model cannot train on both datasets, because their tokens differ."""
     for field in _SHARED:
         expected, actual = getattr(first.metadata, field), getattr(data.metadata, field)
         if actual != expected:
@@ -89,14 +85,20 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
     )
 
 
-def fingerprint(folder: Path, splits: Sequence[str] = SPLITS) -> str:
-    """Returns a hash (SHA-256, hexadecimal) of the arrays and metadata of a dataset folder.
+def fingerprint_of(folders: Sequence[Path], splits: Sequence[str] = SPLITS) -> str:
+    """Returns a hash (SHA-256, hexadecimal) of the arrays and metadata of one or several dataset folders.
 
     Uses the hashes of the files in the manifest, a file that `dataset.build` writes. If the manifest is
-    missing, or if a file is newer or has another size, reads all files (about 1 GB/s).
+    missing, or if a file is newer or has another size, reads all files (about 1 GB/s). The order of the
+    folders matters.
 
     splits: Splits to include, such as ["test"].
     """
+    found = [_fingerprint(folder, splits) for folder in folders]
+    return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
+
+
+def _fingerprint(folder: Path, splits: Sequence[str]) -> str:
     paths = []
     for split in splits:
         paths.append(folder / split / METADATA)
@@ -124,14 +126,3 @@ def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
         return digests
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def fingerprint_of(folders: Sequence[Path], splits: Sequence[str] = SPLITS) -> str:
-    """Returns a hash (SHA-256, hexadecimal) of the content of one or several dataset folders.
-
-    The order of the folders matters.
-
-    splits: Splits to include, such as ["test"].
-    """
-    found = [fingerprint(folder, splits) for folder in folders]
-    return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

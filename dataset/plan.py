@@ -28,7 +28,7 @@ class GlobalBatch:
     """The examples of one batch, before the batch is divided among the ranks.
 
     Attributes:
-        set_name: Name of the set of puzzles that contains the examples.
+        set_name: Name of the set that contains the examples.
         rows: int64 [n], index of each example in the set.
         puzzles: int64 [n], index in the set of the puzzle of each example. This is not the puzzle identifier.
     """
@@ -40,10 +40,6 @@ class GlobalBatch:
 
 class _SetPlan:
     """The order in which one stage of the training reads one set of puzzles.
-
-    Each epoch samples one puzzle of every group, in random order. A group is a puzzle with its augmented
-    copies. The examples of the sampled puzzles fill the batches, in random order within each puzzle. A puzzle
-    that fills a batch may have more examples than fit. The rest of its examples is skipped.
 
     Args:
         groups: Mask of the groups to read, bool [num_groups].
@@ -104,13 +100,12 @@ class _SetPlan:
         return self.puzzle_sizes[self._draw_puzzles(epoch)]  # in the order of the epoch
 
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
-        """Computes where batches end in an epoch.
+        """Returns (ends of the batches of an epoch, number of examples in the unfinished last batch).
 
-        Returns (ends, number of examples in the unfinished last batch). Each end is a number of examples from
-        the start of the epoch. A batch ends after the puzzle that fills it.
+        Each end is a number of examples from the start of the epoch. A batch ends after the visit that fills
+        it.
 
-        visit_sizes: Number of examples of each puzzle, in the order of the epoch. open_examples: Number of
-        examples in the unfinished last batch of the previous epoch.
+        open_examples: Number of examples in the unfinished last batch of the previous epoch.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
@@ -123,11 +118,7 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Samples one puzzle of each group for an epoch.
-
-        Returns the indices of the puzzles, int64 [num_groups]. The groups are in random order. A group is a
-        puzzle with its augmented copies.
-        """
+        """Samples one puzzle of each group for an epoch, in random order: int64 [num_groups]."""
         self.stream.seek(epoch)
         groups = random_orders(self.stream.read(self.num_groups))
         fractions = (self.stream.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
@@ -145,10 +136,7 @@ class _SetPlan:
         return self.first_example[puzzles] + inside, puzzles, sizes
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[GlobalBatch]:
-        """Yields the batches between two evaluations, without the first `skip` batches.
-
-        iteration: Number of earlier evaluations in this stage of the training.
-        """
+        """Yields the batches of one iteration of the stage, without the first `skip` batches."""
         batch = open_examples = 0  # index of the unfinished batch, and number of its examples
         pieces = []
         for epoch in self._epochs(iteration):
@@ -221,8 +209,7 @@ class TrainPlan:
             parts: If given, divides the main stage into parts with other numbers of cycles (calls of the
                 model's blocks). Each is a tuple of its fraction of the main stage's training steps, and a
                 `Stage` with its `cycles`. The rest of the steps has the cycles of the main stage.
-            held_out: {name of a set: bool [num_groups]}. True for groups that are not trained on. A group is
-                a puzzle with its augmented copies.
+            held_out: {name of a set: bool [num_groups]}. True for groups that are not trained on.
             train_steps: Number of training steps of the main stage. If given, `epochs` and `eval_interval` of
                 the main stage are ignored.
             eval_steps: With `train_steps`, the number of training steps between two evaluations in the main
@@ -281,10 +268,7 @@ class TrainPlan:
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def epochs(self, step: int) -> float:
-        """Returns the number of epochs in the first `step` training steps, such as 2.5.
-
-        Epochs of all stages count.
-        """
+        """Returns the number of epochs of all stages in the first `step` training steps, such as 2.5."""
         epochs = 0.0
         for plans, _, steps_of_sets in self._iterations:
             steps = sum(steps_of_sets)
@@ -315,9 +299,9 @@ class TrainPlan:
 def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
     """Selects the groups of a training set that are used for validation: bool [num_groups].
 
-    A group is a puzzle with all its augmented copies. In each dataset folder, the fraction `fraction` of the
-    groups is selected, rounded down. The selection depends only on the seed, the fraction and the number of
-    groups in each folder. A larger fraction selects the same groups and more.
+    In each dataset folder, the fraction `fraction` of the groups is selected, rounded down. The selection
+    depends only on the seed, the fraction and the number of groups in each folder. A larger fraction selects
+    the same groups and more.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):
@@ -328,9 +312,7 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
 
 
 class EvaluationPlan:
-    """The order of the examples in an evaluation.
-
-    By default, the evaluation reads every example of every set once. The last batch of a set may be smaller.
+    """The order of the examples in an evaluation. The last batch of a set may be smaller.
 
     Args:
         only_first_batches: Whether to evaluate only the first batch of each set.

@@ -6,6 +6,8 @@ does not guarantee this for `numpy.random.Generator`. So this folder computes al
 (seed, stream, index). Each purpose has its own stream, a number.
 """
 
+import hashlib
+
 import numpy as np
 
 
@@ -21,10 +23,13 @@ def random_bits(seed: int, *, stream: int, index: int, count: int) -> np.ndarray
     return np.random.Philox(key=stream << 64 | seed, counter=index << 64).random_raw(count)
 
 
+def name_index(name: str) -> int:
+    """Returns an index of random bits for a puzzle or task that has a name in place of a number."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
 def random_orders(bits: np.ndarray) -> np.ndarray:
     """Converts random integers to random permutations of 0 to k - 1: int64 [..., k].
-
-    The same integers give the same permutations on every machine.
 
     bits: Random integers, uint64 [..., k].
     """

@@ -20,9 +20,7 @@ _CHUNK_ROWS = 1 << 14
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
     """Returns the names of the arrays that store a set of puzzles, such as "inputs".
 
-    augmentation: Name of the family of transforms that makes augmented copies of puzzles when they are read,
-    such as "sudoku". If None, the copies are stored like other puzzles. Otherwise, the array "transforms" is
-    included, too. In ARC, also "translations".
+    augmentation: Name of the family of transforms that makes variants when they are read, such as "sudoku".
     """
     if augmentation is None:
         return FIELDS
@@ -72,23 +70,18 @@ class PuzzleSet:
         return [(0, self)]  # (index of the dataset folder, set). A `ConcatenatedSet` has several
 
     def originals(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields the examples of all puzzles that are not augmented copies, in chunks.
+        """Yields the examples of all originals, in chunks.
 
         Each chunk is a tuple of inputs [n, seq_len], labels [n, seq_len] and the index of each example's
         puzzle, int64 [n].
         """
-        firsts = np.asarray(self.group_indices[:-1], np.int64)
-        for part in np.array_split(firsts, -(-len(firsts) // _CHUNK_ROWS)):
-            rows = rows_of(self.puzzle_indices, part)
-            puzzles = part.repeat(np.diff(self.puzzle_indices)[part])
+        for rows, puzzles in original_chunks(self):
             if self.augmentation is not None:  # `inputs` contains the originals
                 rows = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
             yield self.inputs[rows], self.labels[rows], puzzles
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the inputs and labels of some examples, [n, seq_len] each.
-
-        Computes augmented copies that the set does not store.
 
         rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
         """
@@ -110,20 +103,13 @@ class PuzzleSet:
         return (ends - sizes).repeat(np.diff(self.group_indices))
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the arguments of `read` for all examples, in chunks of up to 16,384 examples.
-
-        Each chunk is a tuple of the indices of the examples and the index of each example's puzzle, int64 [n]
-        each.
-        """
+        """Yields the index and the puzzle of each example, int64 [n] each, in chunks."""
         for first in range(0, self.num_examples, _CHUNK_ROWS):
             rows = np.arange(first, min(first + _CHUNK_ROWS, self.num_examples))
             yield rows, self.puzzle_indices.searchsorted(rows, side="right") - 1
 
     def materialize(self) -> "PuzzleSet":
-        """Returns a set that stores all augmented copies of puzzles in `inputs` and `labels`.
-
-        If this set already stores them, returns the set itself.
-        """
+        """Returns a set that stores all variants in `inputs` and `labels`."""
         if self.augmentation is None:
             return self
         inputs, labels = (np.empty((self.num_examples, self.inputs.shape[1]), np.uint8) for _ in range(2))
@@ -135,8 +121,6 @@ class PuzzleSet:
 class ConcatenatedSet:
     """Concatenation of several sets of puzzles. It can be read like a `PuzzleSet`.
 
-    The arrays `puzzle_identifiers`, `puzzle_indices` and `group_indices` are as in a `PuzzleSet`.
-
     Args:
         parts: The sets.
         folders: For each set, the index of its dataset folder.
@@ -144,8 +128,7 @@ class ConcatenatedSet:
 
     Attributes:
         parts: List of (index of the dataset folder, set).
-        folder_of_group: For each group (a puzzle with its augmented copies), the index of its dataset folder,
-            int64 [num_groups].
+        folder_of_group: Index of the dataset folder of each group, int64 [num_groups].
     """
 
     def __init__(
@@ -175,11 +158,17 @@ class ConcatenatedSet:
         return read[0], read[1]
 
 
+def original_chunks(data: PuzzleSet | ConcatenatedSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the index and the puzzle of each example of all originals, int64 [n] each, in chunks."""
+    firsts = np.asarray(data.group_indices[:-1], np.int64)
+    for puzzles in np.array_split(firsts, -(-len(firsts) // _CHUNK_ROWS)):
+        yield rows_of(data.puzzle_indices, puzzles), puzzles.repeat(np.diff(data.puzzle_indices)[puzzles])
+
+
 def rows_of(puzzle_indices: np.ndarray, puzzles: np.ndarray) -> np.ndarray:
     """Returns the indices of all examples of some puzzles, puzzle after puzzle: int64 [n].
 
-    puzzle_indices: Array of a `PuzzleSet`. Puzzle p has the examples range(*puzzle_indices[p : p + 2]).
-    puzzles: Indices of the puzzles.
+    puzzle_indices: As in `PuzzleSet`. puzzles: Indices of the puzzles.
     """
     indices = np.asarray(puzzle_indices, np.int64)
     sizes = indices[puzzles + 1] - indices[puzzles]

@@ -5,13 +5,18 @@ Graphs are equal if they differ only in the order of their nodes.
 A hash that no transform changes finds candidates. An exact search confirms or refutes each candidate. In ARC,
 the same transform must map the input and the answer. In pairs, only the symmetries of the builder's command
 count.
+
+Each class has two methods. A puzzle is a row of tokens: its input and, in ARC, also its answer.
+
+- hash_rows(tokens [n, length]) returns a hash of each puzzle, uint64 [n]. No transform changes it.
+- maps(first, second) returns whether a transform maps one puzzle [length] to the other. None: the search took
+  too long.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -28,33 +33,10 @@ _MOST_STEPS = 20_000  # of the search for one pair of puzzles: less than 1 s
 _CHUNK_ROWS = 1 << 11
 
 
-class Symmetry(Protocol):
-    """Interface of the classes that compare puzzles up to transforms, such as rotations.
-
-    A puzzle is a row of tokens: its input and, in ARC, also its answer.
-    """
-
-    def hash_rows(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns a hash of each puzzle: uint64 [n].
-
-        A transform of a puzzle does not change its hash.
-
-        tokens: One puzzle in each row, [n, length].
-        """
-
-    def maps(self, first: np.ndarray, second: np.ndarray) -> bool | None:
-        """Returns whether a transform maps the puzzle `first` to the puzzle `second`, tokens [length] each.
-
-        Returns None if the search takes too long.
-        """
-
-
-def find_symmetry(folder: Path, info: DatasetInfo) -> Symmetry | None:
+def find_symmetry(folder: Path, info: DatasetInfo) -> "Symmetry | None":
     """Returns an object that compares puzzles of a dataset up to transforms, such as rotations.
 
     Returns None if the transforms of this kind of puzzle are not known, or if a plugin defines them.
-
-    folder: Dataset folder. info: Description of the dataset.
     """
     name, metadata = info.kind and info.kind.augmentation, info.metadata
     if name == "sudoku" and metadata.seq_len in BOX_OF:
@@ -139,11 +121,9 @@ class SudokuSymmetry:
         return mix(mix(rows).sum(axis=1) + mix(columns).sum(axis=1))
 
     def _color_lines(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a hash of each row and of each column of Sudokus.
+        """Returns a hash of each row and of each column of Sudokus, uint64 [n, size] each.
 
-        The result is two arrays, uint64 [n, size]. No transform changes the hash of a row or of a column.
-
-        tokens: [n, size * size].
+        No transform changes the hash of a row or of a column.
         """
         # A color refinement. Cells, rows, columns, bands, stacks, boxes and digits have colors, hashes that
         # no transform changes. At first, the color of a cell says whether the cell is a clue. Each round
@@ -221,6 +201,9 @@ class GraphSymmetry:
             return None
 
 
+Symmetry = ImageSymmetry | SudokuSymmetry | GraphSymmetry
+
+
 def _color(sums: np.ndarray, width: int) -> np.ndarray:
     # The color of a line depends on its own sum, and on the sums of the lines in its band: [n, size].
     colors = mix(sums)
@@ -264,9 +247,8 @@ def _orders(
 def _renames_columns(grid: np.ndarray, target: np.ndarray) -> Callable[[list[int]], bool]:
     """Returns a function that compares some columns of `grid` with the first columns of `target`.
 
-    The function takes a list of k column numbers of `grid`. It returns True if these columns, in this order,
-    become the first k columns of `target` when each digit is replaced by another one (a one-to-one renaming
-    of the digits). Empty cells must match empty cells.
+    The function takes a list of k column numbers of `grid`. It returns True if a one-to-one renaming of the
+    digits makes these columns, in this order, the first k columns of `target`.
     """
     columns, target_columns = grid.T.tolist(), target.T.tolist()
     fixed = {(token, token) for token in range(FIRST_SYMBOL)}

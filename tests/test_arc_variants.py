@@ -7,7 +7,7 @@ from dataset.augmentations import dihedral
 from dataset.kinds.arc import variants
 from dataset.kinds.arc.tasks import Task
 from dataset.kinds.arc.variants import draw_transforms, draw_translations
-from dataset.randomness import BitStream
+from dataset.randomness import BitStream, name_index
 from tests.arc_source import make_tasks, parse_task, task_of
 
 IDENTITY = [0, *range(10)]
@@ -33,7 +33,7 @@ def moved(grid: np.ndarray, transform: np.ndarray) -> np.ndarray:
 
 def rng(task: Task, count: int, *, seed: int) -> np.ndarray:
     words = BitStream(seed, stream=variants._TRANSFORMS)
-    words.seek(variants._index(task))
+    words.seek(name_index(task.id))
     return variants._draw(words, count)
 
 

@@ -16,7 +16,6 @@ from dataset.kinds.sudoku.rules import (
     TooHardError,
     are_solved,
     count_solutions,
-    find_and_count,
     find_solutions,
 )
 from dataset.sets import FIELDS
@@ -56,7 +55,7 @@ def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     both = np.concatenate([sets["train"].inputs, sets["test"].inputs]) - 1
     grids = np.concatenate([sets["train"].labels, sets["test"].labels]) - 1
-    found = [find_and_count(question, box=(2, 3)) for question in both.tolist()]
+    found = [find_solutions(question, box=(2, 3)) for question in both.tolist()]
     assert [solutions for solutions, _ in found] == [[grid] for grid in grids.tolist()]
     assert len(set(rows_of(grids))) == len(both) == 12
     ratings = [guesses for _, guesses in found]
@@ -65,7 +64,7 @@ def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
         assert f"{split}: guesses of the solver: {words}" in printed
     assert min(ratings) >= 2
     easy = build(tmp_path / "easy", *arguments[:-2])["train"].inputs - 1
-    assert np.mean([find_and_count(question, box=(2, 3))[1] for question in easy.tolist()]) < 1
+    assert np.mean([find_solutions(question, box=(2, 3))[1] for question in easy.tolist()]) < 1
     monkeypatch.setattr("dataset.kinds.sudoku.build._MAX_TOO_EASY", 5)
     with pytest.raises(ValueError, match="2x2 boxes with --min-difficulty 1 gave 0 puzzles, then no new one"):
         build(tmp_path / "none", "--generate", 2, "--box", "2x2", "--min-difficulty", 1)
@@ -175,7 +174,7 @@ def test_easier_examples_are_no_test_puzzles(tmp_path):
 def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
     arguments = ["--source", source, "--box", "2x2", "--num-aug", 3, "--easier", "6-9"]
     build(tmp_path / "one", *arguments)
-    for module in ("build.splits", "build.sources", "sets"):
+    for module in ("build.sources", "sets"):
         monkeypatch.setattr(f"dataset.{module}._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
@@ -246,7 +245,7 @@ def test_a_list_of_puzzles_is_solved(tmp_path, name, capsys):
             build(tmp_path / "bad", "--source", tmp_path / "bad.txt", "--box", "2x2")
 
 
-def test_large_grids_are_generated_and_read_again(tmp_path):
+def test_large_grids_are_generated_and_read_again(tmp_path, monkeypatch):
     """With as many clues as asked and one solution; a search is bounded where a puzzle is too hard."""
     made = build(tmp_path / "made", "--generate", 2, "--num-test", 1, "--box", "4x4", "--clues", "130-140")
     questions, answers = made["train"].inputs, made["train"].labels
@@ -259,8 +258,9 @@ def test_large_grids_are_generated_and_read_again(tmp_path):
     read = build(tmp_path / "read", "--source", tmp_path / "list.txt", "--box", "4x4", "--num-aug", 2)
     assert set(rows_of(read["test"].labels)) <= set(rows_of(np.concatenate([answers, made["test"].labels])))
     assert are_solved(read["train"].labels - 1, box=(4, 4)).all()
+    monkeypatch.setattr("dataset.kinds.sudoku.rules._MOST_GUESSES", 1)
     with pytest.raises(TooHardError, match="too hard for the solver"):
-        find_solutions((answers[0] - 1).tolist()[:40] + [0] * 216, box=(4, 4), most_guesses=1)
+        find_solutions((answers[0] - 1).tolist()[:40] + [0] * 216, box=(4, 4))
 
 
 def test_one_file_gives_both_splits(tmp_path):

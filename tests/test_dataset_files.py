@@ -12,7 +12,7 @@ import pytest
 from dataset.build import splits
 from dataset.build.writing import write_dataset
 from dataset.files import check_tokens, open_dataset, open_split
-from dataset.mixture import fingerprint
+from dataset.mixture import fingerprint_of
 from dataset.sets import FIELDS
 from tests.puzzle_sets import ARRAYS, IGNORED, SPLITS, VOCAB_SIZE, make_split, write
 
@@ -289,45 +289,45 @@ def test_the_row_of_a_bad_token_is_right_in_later_chunks(folder, monkeypatch):
 
 
 def test_a_fingerprint_is_the_same_with_and_without_a_manifest(folder, tmp_path, monkeypatch):
-    recorded = fingerprint(folder)
-    assert recorded == fingerprint(write(tmp_path / "copy", **SPLITS))
+    recorded = fingerprint_of([folder])
+    assert recorded == fingerprint_of([write(tmp_path / "copy", **SPLITS)])
     (folder / "train" / ".DS_Store").write_text("what nobody reads")
-    assert fingerprint(folder) == recorded
+    assert fingerprint_of([folder]) == recorded
     (folder / "manifest.json").unlink()
-    assert fingerprint(folder) == recorded
+    assert fingerprint_of([folder]) == recorded
     monkeypatch.setattr("dataset.mixture.sha256_of", None)
-    assert fingerprint(tmp_path / "copy") == recorded  # not computed, but read
+    assert fingerprint_of([tmp_path / "copy"]) == recorded  # not computed, but read
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_a_fingerprint_changes_with_any_byte(folder, has_manifest):
     if not has_manifest:
         (folder / "manifest.json").unlink()
-    seen = {fingerprint(folder)}
+    seen = {fingerprint_of([folder])}
     names = [*ARRAYS, "train/dataset.json", "test/dataset.json"]
     for name in names:
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(
             content[:-1] + bytes([content[-1] ^ 1]) if name in ARRAYS else content + b" "
         )
-        seen.add(fingerprint(folder))
+        seen.add(fingerprint_of([folder]))
     assert len(seen) == 1 + len(names)
 
 
 def test_a_manifest_that_says_nothing_is_not_used(folder):
-    expected = fingerprint(folder)
+    expected = fingerprint_of([folder])
     for content in ("", "[]", "{}", '{"files": []}', '{"files": {}}'):
         (folder / "manifest.json").write_text(content)
-        assert fingerprint(folder) == expected
+        assert fingerprint_of([folder]) == expected
 
 
 def test_a_stale_manifest_is_not_used(folder):
-    before = fingerprint(folder)
+    before = fingerprint_of([folder])
     path = folder / "train" / "all__inputs.npy"
     path.write_bytes(path.read_bytes() + b"1")
     times = (folder / "manifest.json").stat()
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns - 1))
-    changed = fingerprint(folder)
+    changed = fingerprint_of([folder])
     assert changed != before
     (folder / "manifest.json").unlink()
-    assert fingerprint(folder) == changed
+    assert fingerprint_of([folder]) == changed

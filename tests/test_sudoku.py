@@ -14,13 +14,11 @@ from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
     are_solved,
     count_solutions,
-    find_and_count,
     find_solutions,
     unit_cells,
 )
-from dataset.kinds.sudoku.symmetries import bits_per_symmetry, draw_symmetries
+from dataset.kinds.sudoku.symmetries import draw_symmetries
 from dataset.metadata import IGNORE_LABEL_ID
-from dataset.randomness import random_bits
 from evaluation.evaluators import build_evaluator
 from tests.answers import answers, metadata, metrics_of
 from tests.sudoku_source import is_minimal
@@ -32,7 +30,7 @@ ANSWER = "8127536499436821756754912831542378963698457212871695345219743684385269
 
 
 def solve(question: list[int], *, box: tuple[int, int]) -> list[int] | None:
-    return next(iter(find_solutions(question, box=box, limit=1)), None)
+    return next(iter(find_solutions(question, box=box, limit=1)[0]), None)
 
 
 def digits(text: str) -> list[int]:
@@ -108,11 +106,11 @@ def test_solutions_and_guesses_are_those_of_a_plain_solver():
             counts = [0]
             left = [{digit} if digit else {*range(1, size + 1)} for digit in question]
             expected = list(itertools.islice(_plain(left, box, counts), 20))
-            assert find_and_count(question, box=box, limit=20) == (expected, counts[0])
+            assert find_solutions(question, box=box, limit=20) == (expected, counts[0])
             seen.add((min(len(expected), 2), min(counts[0], 5)))
     assert {number for number, _ in seen} == {0, 1, 2}
     assert {0, 5} <= {number for _, number in seen}
-    assert find_and_count(digits(QUESTION), box=(3, 3)) == ([digits(ANSWER)], 160)  # of _plain, too
+    assert find_solutions(digits(QUESTION), box=(3, 3)) == ([digits(ANSWER)], 160)  # of _plain, too
 
 
 def test_solver_agrees_with_a_list_of_all_grids():
@@ -137,9 +135,7 @@ def test_generated_puzzles_are_minimal_with_one_solution(box, count):
 
 def draw(count: int, *, box: tuple[int, int]) -> np.ndarray:
     """Transforms, [count, bytes]."""
-    width = bits_per_symmetry(box)
-    bits = random_bits(0, stream=9, index=0, count=count * width).reshape(count, width)
-    return draw_symmetries(bits, box=box)
+    return draw_symmetries(0, stream=9, index=0, count=count, box=box)
 
 
 def transform(grids: np.ndarray, transforms: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataset.augmentations import AUGMENTATIONS, dihedral
 from dataset.description import lay_out
 from dataset.kinds.coloring import make_inputs
 from dataset.kinds.sudoku.generate import NUM_MINIMAL_PUZZLES, generate_puzzle
-from dataset.kinds.sudoku.symmetries import bits_per_symmetry, draw_symmetries
+from dataset.kinds.sudoku.symmetries import draw_symmetries
 from dataset.leaks import find_leaked, main
 from dataset.symmetry import GraphSymmetry, ImageSymmetry, SudokuSymmetry
 from tests import arc_source, pairs_source
@@ -29,10 +29,8 @@ def _draw_sudokus(count: int, *, box=_BOX_4, seed: int = 0) -> np.ndarray:
 
 def _transform_sudokus(tokens: np.ndarray, *, box, seed: int = 0) -> np.ndarray:
     """Returns a random transform of each Sudoku by the rules of its builder."""
-    bits = np.random.default_rng(seed).integers(
-        2**64, size=(len(tokens), bits_per_symmetry(box)), dtype=np.uint64
-    )
-    return AUGMENTATIONS["sudoku"].apply(tokens, draw_symmetries(bits, box=box), None)
+    transforms = draw_symmetries(seed, stream=9, index=0, count=len(tokens), box=box)
+    return AUGMENTATIONS["sudoku"].apply(tokens, transforms, None)
 
 
 def _orbit_of_4x4(tokens: np.ndarray) -> set[bytes]:

@@ -1,7 +1,6 @@
 """Writes a dataset of puzzles with many right answers: one training example for each of them."""
 
 import argparse
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,8 +45,7 @@ def write_with_answers(
     `rules.find_answers` returns. Prints the numbers of inputs and examples.
 
     options: Parsed command line. If `num_test` is set, only this number of random test inputs is kept. train,
-    test: Different inputs, uint8 [n, cells]. kind: Name of the builder. rules: Rules that find all right
-    answers.
+    test: Different inputs, uint8 [n, cells]. kind: Name of the builder.
     """
     if options.num_test is not None and options.num_test < len(test):
         order = random_orders(random_bits(options.seed, stream=_TEST_SUBSAMPLE, index=0, count=len(test)))
@@ -64,13 +62,10 @@ def write_with_answers(
         "test": make_split(test_pairs, vocab_size=vocab_size),
     }
     builder = {"name": kind, "arguments": recorded(options, {})}
-    several = _with_several({"train": counts, "test": test_counts})
+    numbers_of = {"train": counts, "test": test_counts}
+    several = [split for split, numbers in numbers_of.items() if (numbers > 1).any()]
     write_dataset(
         options.output_dir, splits=splits, identifiers=[BLANK], builder=builder, several_solutions=several
     )
-    for split, numbers in (("train", counts), ("test", test_counts)):
+    for split, numbers in numbers_of.items():
         print(f"{split}: {len(numbers)} distinct inputs, {numbers.sum()} pairs of an input and an answer")
-
-
-def _with_several(counts: dict[str, np.ndarray]) -> Sequence[str]:
-    return [split for split, numbers in counts.items() if (numbers > 1).any()]

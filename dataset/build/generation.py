@@ -35,12 +35,11 @@ def draw_distinct(
     """Generates puzzles for both splits. Returns (training puzzles, test puzzles).
 
     Both arrays are uint8 [puzzles, parts, cells]. Part 0 of a puzzle is its input, and part 1 is usually its
-    answer. Calls draw("test", 0), draw("test", 1), ... until there are enough test puzzles. Then calls
-    draw("train", 0), draw("train", 1), ... in the same way. If a split takes more than 2 s, all CPU cores
-    generate the rest of it.
+    answer. If a split takes more than 2 s, all CPU cores generate the rest of it.
 
     Args:
-        draw: `draw(split, index)` returns a list of puzzles, [parts, cells] each. It must be picklable.
+        draw: `draw(split, index)` returns a list of puzzles, [parts, cells] each. It must be picklable. It is
+            called for the index 0, 1, ... until there are enough puzzles.
         num_train: Number of training puzzles.
         num_test: Number of test puzzles.
         max_misses: Number of calls in a row without a new puzzle after which ValueError is raised.

@@ -2,10 +2,12 @@
 
 import argparse
 import csv
+import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -37,8 +39,6 @@ NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
     """Adds the options --source, --generate and --columns to the parser of a dataset builder.
 
-    The user must pass either --source or --generate.
-
     thing: Word for a puzzle in the help texts, such as "maze". columns: Help text that describes the columns
     of a source file. generated: Help text of --generate.
     """
@@ -58,10 +58,7 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
 def find_source_files(
     source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str, output_dir: Path
 ) -> list[Path]:
-    """Returns the paths of the puzzle files to read.
-
-    If `source` is an address on the Hugging Face Hub, downloads the files. Raises ValueError, with a message
-    of one line, for every error.
+    """Returns the paths of the puzzle files to read. Downloads files from the Hugging Face Hub.
 
     source: A file, a folder, or an address hf://datasets/OWNER/NAME. choose: Function that gets the names of
     all files in the folder, and returns the names of the files to read. It raises ValueError if a file is
@@ -72,7 +69,6 @@ def find_source_files(
         address = parse_address(source, kind="dataset")
         by_hand = f"download {needed} of {address.url} into a folder, and pass --source FOLDER"
         return download(address, lambda names: _choose_and_tell(names, choose), by_hand=by_hand)
-    check_source(source, output_dir=output_dir)
     files = [source]
     if source.is_dir():
         try:
@@ -86,11 +82,16 @@ def find_source_files(
     return files
 
 
-def check_source(source: Path, *files: Path, output_dir: Path) -> None:
-    """Raises ValueError if `source` does not exist, or if one of `files` is in `output_dir`.
+def import_package(package: str, *, needed_by: Path | str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise ValueError(f"{needed_by} needs the package {name}. Install it: pip install {name}") from None
 
-    output_dir: Folder that the builder will replace.
-    """
+
+def check_source(source: Path, *files: Path, output_dir: Path) -> None:
+    """Raises ValueError if `source` does not exist, or if one of `files` is in `output_dir`."""
     if not source.exists():
         raise ValueError(f"--source {source} does not exist.")
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
@@ -204,8 +205,7 @@ def _find_columns(
 
     Columns that are not found are left out. Raises ValueError if two columns have the same name.
 
-    column_names: Names in the file, separated by commas, in the order of `names`. For an empty or missing
-    name, the usual synonyms are searched. where: File and line for the message.
+    column_names: As in `read_columns`. For an empty or missing name, the usual synonyms are searched.
     """
     typed = [name.strip().lower() for name in header]
     there = {name: position for position, name in enumerate(typed)}
@@ -228,7 +228,7 @@ def _find_columns(
 def expect(path: Path, lines: Sequence[int], is_valid: np.ndarray, message: str) -> None:
     """Raises ValueError "<file>:<line>: <message>." for the first row of a file that is not valid.
 
-    lines: Line number of each row. is_valid: Whether each row is valid, bool [n].
+    lines: Line number of each row. is_valid: bool [n].
     """
     if not is_valid.all():
         raise ValueError(f"{path}:{lines[int(np.argmin(is_valid))]}: {message}.")
@@ -264,12 +264,12 @@ def parse_grids(
             [n], is False.
         num_cells: Number of characters that each text must have.
         token_of: {character: token}.
-        largest: Largest allowed token of each column. Columns without an entry are not converted.
+        largest: Largest allowed token of each column.
         remark: End of the message for a text of the wrong length.
     """
     table, grids = np.full(256, 255, np.uint8), []
     table[list(map(ord, token_of))] = list(token_of.values())
-    for (column, texts), last in zip(columns.items(), largest, strict=False):
+    for (column, texts), last in zip(columns.items(), largest, strict=True):
         has_length = np.fromiter(map(len, texts), np.int64, len(texts)) == num_cells
         if not has_length.all():
             text = texts[int(np.argmin(has_length))]

@@ -7,7 +7,7 @@ equals a test puzzle, unless both files of the source contain the puzzle.
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +26,19 @@ from runtime.reading import sha256_of
 GENERATE = {"test": 0, "train": 1}
 _HOLD_OUT, _SUBSAMPLE, _TEST_SUBSAMPLE, _SEVERAL = 2, 3, 100, 101
 
-_CHUNK_ROWS = 1 << 15
 _MOST_EXAMPLES = (1 << 31) - 1  # offsets are int32
 _SAMPLE, _SAMPLE_SECONDS = 1000, 10.0  # puzzles whose solutions are counted, and the maximum time for that
 
 
-def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
-    """Yields the tokens of each input as bytes, without the zeros (padding) at its end.
-
-    inputs: uint8 [count, cells].
-    """
-    for start in range(0, len(inputs), _CHUNK_ROWS):
-        chunk = np.ascontiguousarray(inputs[start : start + _CHUNK_ROWS])
-        yield from chunk.view(f"S{chunk.shape[1]}").ravel().tolist()
-
-
-def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
-    """Returns for each input whether `keys` contains it: bool [count].
-
-    inputs: uint8 [count, cells]. keys: Results of `input_keys`.
-    """
-    return np.fromiter((key in keys for key in input_keys(inputs)), bool, len(inputs))
+def _are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
+    # Whether `keys` contains the bytes of each input: bool [count].
+    return np.fromiter((bytes(tokens) in keys for tokens in inputs), bool, len(inputs))
 
 
 def check_count(*numbers: int) -> None:
     """Raises ValueError if a dataset would have too many examples for int32 indices.
 
-    numbers: Factors of the number of examples, such as the number of puzzles and the number of copies of each
-    puzzle.
+    numbers: Factors of the number of examples, such as the number of puzzles and of variants of each.
     """
     if math.prod(numbers) > _MOST_EXAMPLES:
         product = " x ".join(map(str, numbers))
@@ -75,26 +60,20 @@ def build_puzzles(
 ) -> None:
     """Builds a dataset from puzzles that are read from files or generated.
 
-    A pair is an input and its label, as tokens, uint8 [2, cells]. A variant is an augmented copy of a
-    training puzzle.
-
     Args:
         options: Parsed command line of the builder.
         kind: Name of the kind of puzzle.
         thing: Word for a puzzle in messages, such as "maze".
-        vocab_size: Number of different tokens.
         augmentation: Name of the transforms of variants in `AUGMENTATIONS`.
         read: `read(files)` returns the pairs of each file, [n, 2, cells].
-        generate: Returns (training pairs, test pairs), [n, 2, cells] each. Called if the user has passed
-            --generate.
+        generate: Returns (training pairs, test pairs), [n, 2, cells] each. For --generate.
         draw_transforms: `draw_transforms(n)` returns the transforms of n puzzles, uint8 [n, 1 + variants,
             bytes]. The first transform of each puzzle changes nothing. If None, there are no variants.
         make_easier: Converts training pairs, [n, 2, cells], to easier inputs with the same labels, [n,
             cells]. The easier input becomes a second example of its puzzle. If it equals a test input, the
             second example repeats the first one.
         has_several: Returns whether a puzzle, given by its input [cells], has several solutions. Called for
-            up to 1000 random puzzles of each split, if they were read from files. Prints a warning if it
-            returned True.
+            up to 1000 random puzzles of each split, if they were read from files.
     """
     instead = {}
     if options.generate is None:
@@ -108,11 +87,9 @@ def build_puzzles(
         train, test = _split_files(files, distinct, thing=thing, seed=options.seed)
     else:
         train, test = generate()
-    subset_sizes = options.subsample_size, options.num_test
-    train = _keep(
-        train, subset_sizes[0], "--subsample-size", "training", seed=options.seed, stream=_SUBSAMPLE
-    )
-    test = _keep(test, subset_sizes[1], "--num-test", "test", seed=options.seed, stream=_TEST_SUBSAMPLE)
+    size, seed = options.subsample_size, options.seed
+    train = _keep(train, size, "--subsample-size", "training", seed=seed, stream=_SUBSAMPLE)
+    test = _keep(test, options.num_test, "--num-test", "test", seed=seed, stream=_TEST_SUBSAMPLE)
     several_solutions = []
     if options.generate is None and has_several is not None:
         several_solutions = [
@@ -120,32 +97,39 @@ def build_puzzles(
             for split, pairs in (("train", train), ("test", test))
             if _have_several_solutions(pairs, split, kind=kind, has_several=has_several)
         ]
-    held_out = set(input_keys(test[:, 0]))
-    if num_shared := np.count_nonzero(are_among(train[:, 0], held_out)):
+    held_out = set(map(bytes, test[:, 0]))
+    if num_shared := np.count_nonzero(_are_among(train[:, 0], held_out)):
         shared = f"{num_shared} puzzles of the training split are also in the test split"
         warn(f"build {kind}", f"{shared}, so the test accuracy will be too high. Remove them from one file.")
 
-    num_groups, examples, augmented = len(train), train, {}
+    examples = train
     if make_easier is not None:  # if an easier input is in the test split, keep the original
         easier = train.copy()
         easier[:, 0] = make_easier(train)
-        is_leak = are_among(easier[:, 0], held_out)
+        is_leak = _are_among(easier[:, 0], held_out)
         easier[is_leak] = train[is_leak]
         examples = np.stack([train, easier], axis=1)
     test_split = make_split(test, vocab_size=vocab_size)
-    if draw_transforms is not None:
-        augmented = {"transforms": draw_transforms(num_groups), "materialize": options.materialize}
-        augmented |= {"augmentation": augmentation, "held_out": test_split}
-    train_split = make_split(examples, vocab_size=vocab_size, **augmented)
-    splits = {"train": train_split, "test": test_split}
-    builder = {"name": kind, "arguments": recorded(options, instead)}
-    findings = {"several_solutions": several_solutions}
-    write_dataset(options.output_dir, splits=splits, identifiers=[BLANK], builder=builder, **findings)
+    train_split = make_split(
+        examples,
+        vocab_size=vocab_size,
+        augmentation=augmentation,
+        transforms=draw_transforms(len(train)) if draw_transforms else None,
+        held_out=test_split,
+        materialize=options.materialize,
+    )
+    write_dataset(
+        options.output_dir,
+        splits={"train": train_split, "test": test_split},
+        identifiers=[BLANK],
+        builder={"name": kind, "arguments": recorded(options, instead)},
+        several_solutions=several_solutions,
+    )
     train_set, size = train_split.sets["all"], math.isqrt(train.shape[2])
     things, num_puzzles = f"{thing.partition(' ')[0]}s", len(train_set.puzzle_identifiers)
     easier = "" if make_easier is None else ", with an easier example of every one"
-    variants = f"{num_puzzles // num_groups - 1} variants of each{easier}"
-    print(f"train: {num_groups} {things} of {size}x{size} and {variants}, {train_set.num_examples} examples")
+    variants = f"{num_puzzles // len(train) - 1} variants of each{easier}"
+    print(f"train: {len(train)} {things} of {size}x{size} and {variants}, {train_set.num_examples} examples")
     print(f"test: {len(test)} {things}")
 
 
@@ -156,10 +140,6 @@ def _split_files(
 
     If there are two files, the first is for training and the second is for testing. If there is one file, a
     random tenth of its pairs is for testing, and training pairs with the input of a test pair are left out.
-    Raises ValueError if there are too few pairs.
-
-    files: Paths of the files, for messages. read: Pairs of each file, uint8 [n, 2, cells]. thing: Word for a
-    puzzle in messages.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
         raise ValueError(f"{empty[0]} has no {thing}. Pass another --source.")
@@ -167,7 +147,7 @@ def _split_files(
     if len(read) == 2:
         return pairs, read[1]
     test = pairs[_choose(len(pairs), max(len(pairs) // 10, 1), seed=seed, stream=_HOLD_OUT)]
-    train = pairs[~are_among(pairs[:, 0], set(input_keys(test[:, 0])))]
+    train = pairs[~_are_among(pairs[:, 0], set(map(bytes, test[:, 0])))]
     if not len(train):
         few = f"{files[0]} has too few different puzzles to hold out a test split"
         raise ValueError(f"{few}. Pass more puzzles, or a folder with train.csv and test.csv.")
@@ -177,21 +157,14 @@ def _split_files(
 def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
     """Returns the pairs without repeats, and prints how many were left out.
 
-    The first of several equal pairs is kept.
-
     Warns if an input occurs with different answers, and if an answer is equal to its input. These pairs are
     kept.
-
-    pairs: Inputs and answers, uint8 [n, 2, cells].
-    path: File that the pairs were read from, for the messages.
-    kind: Kind of puzzle, for the messages, such as "sudoku".
     """
     seen: set[tuple[bytes, bytes]] = set()
     inputs: set[bytes] = set()
     is_new, num_doubtful = np.zeros(len(pairs), bool), 0
-    sides = (input_keys(pairs[:, 0]), input_keys(pairs[:, 1]))
-    for row, pair in enumerate(zip(*sides, strict=True)):
-        if pair not in seen:
+    for row, sides in enumerate(pairs):
+        if (pair := tuple(map(bytes, sides))) not in seen:
             num_doubtful += pair[0] in inputs
             seen.add(pair)
             inputs.add(pair[0])
@@ -229,11 +202,7 @@ def _have_several_solutions(
 def _keep(
     pairs: np.ndarray, count: int | None, option: str, split: str, *, seed: int, stream: int
 ) -> np.ndarray:
-    """Returns `count` random pairs, in their original order. If `count` is None, returns all pairs.
-
-    Raises ValueError if there are fewer pairs. option, split: Names for its message. seed, stream: Determine
-    the random numbers.
-    """
+    """Returns `count` random pairs, in their original order. If `count` is None, returns all pairs."""
     if count is None:
         return pairs
     if count > len(pairs):
@@ -242,7 +211,7 @@ def _keep(
 
 
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
-    """Samples `count` different integers from 0 to total - 1: int64, ascending."""
+    # Samples `count` different integers from 0 to total - 1: int64, ascending.
     return np.sort(random_orders(random_bits(seed, stream=stream, index=0, count=total))[:count])
 
 
@@ -261,9 +230,8 @@ def make_split(
 ) -> Split:
     """Creates a split from examples. All puzzles are in one set, named "all".
 
-    An example is an input and its label. A puzzle has one or more examples. A variant is an augmented copy of
-    a puzzle. A group is a puzzle and its variants, or several puzzles (see `group_sizes`). Token 0 is
-    padding, and labels of 0 are not scored.
+    A group is a puzzle and its variants, or several puzzles (see `group_sizes`). Token 0 is padding, and
+    labels of 0 are not scored.
 
     Args:
         pairs: Inputs and labels of n puzzles, without variants, uint8 [n, 2, cells]. If each puzzle has
@@ -307,17 +275,16 @@ def make_split(
 
 
 def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
-    """Replaces training variants that equal a test puzzle by their originals.
+    """Replaces training variants that equal a test puzzle by their originals, in place.
 
-    A variant is an augmented copy of a puzzle. It equals a test puzzle if both have the same puzzle
-    identifier and a common input. Labels are not compared. Changes `train.transforms` in place, and prints
-    the number of changed variants.
+    A variant equals a test puzzle if both have the same puzzle identifier and a common input. Labels are not
+    compared.
     """
-    held_out = set(zip(test.puzzle_identifiers.tolist(), input_keys(test.inputs), strict=True))
+    held_out = set(zip(test.puzzle_identifiers.tolist(), map(bytes, test.inputs), strict=True))
     is_leak = np.zeros(len(train.puzzle_identifiers), bool)
     for rows, puzzles in train.chunks():
-        keys = input_keys(train.read(rows, puzzles)[0])
-        keys = zip(train.puzzle_identifiers[puzzles].tolist(), keys, strict=True)
+        inputs, _ = train.read(rows, puzzles)
+        keys = zip(train.puzzle_identifiers[puzzles].tolist(), map(bytes, inputs), strict=True)
         is_leak[puzzles[[key in held_out for key in keys]]] = True
     is_leak[train.group_indices[:-1]] = False
     train.transforms[is_leak] = train.transforms[0]

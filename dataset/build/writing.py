@@ -51,15 +51,13 @@ def write_dataset(
     Args:
         folder: Folder to write. If it contains a dataset of the same builder, it is replaced.
         splits: {"train": split, "test": split}.
-        identifiers: Names of the puzzle identifiers 0, 1, ... A puzzle identifier is the number of a puzzle
-            embedding.
+        identifiers: Names of the puzzle identifiers 0, 1, ...
         builder: {"name": "sudoku", "arguments": {...}}, for the file manifest.json. Use values that do not
             depend on the machine, so that equal arguments give equal files.
         digests: Hash of the ARC task of each identifier, uint64 [identifiers]. 0 if a task is unknown. If
             None, all are unknown.
         extra_files: Other files to write, as {file name: JSON value}.
-        several_solutions: Names of the splits that have puzzles with several solutions, for the file
-            manifest.json.
+        several_solutions: Names of the splits that have puzzles with several solutions.
 
     Raises:
         ValueError: The folder may not be replaced, or the dataset is not valid.
@@ -91,17 +89,42 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
     folder: Path without symbolic links, as returned by `check_output_folder`.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _scratch_folder(folder) as scratch:
-        new, old = scratch / "new", scratch / "old"
-        new.mkdir()
-        yield new
-        for path in (*new.rglob("*"), new, scratch):
-            flush(path)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        flush(folder.parent)
+    scratch = folder.with_name(f"{folder.name}.unfinished")
+    new, old = scratch / "new", scratch / "old"
+    if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
+        raise ValueError(
+            f"cannot create {scratch}: a folder of that name exists, and no builder made it. Move or delete "
+            "it."
+        )
+    scratch.mkdir(parents=True, exist_ok=True)
+    with (scratch / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is writing {folder}. Wait until it has finished.") from None
+        except OSError:
+            pass  # the file system has no locks, so continue without one
+        try:
+            _clear_up(new, old, folder)
+            new.mkdir()
+            yield new
+            for path in (*new.rglob("*"), new, scratch):
+                flush(path)
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+            flush(folder.parent)
+        finally:
+            _clear_up(new, old, folder)
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _clear_up(new: Path, old: Path, folder: Path) -> None:
+    # A process was killed while it replaced the folder: move the old one back.
+    if old.exists() and new.exists() and not folder.exists():
+        old.rename(folder)
+    for path in (new, old):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_output_folder(
@@ -122,8 +145,6 @@ def check_output_folder(
     option that sets the folder, for messages.
     """
     destination, another = Path(os.path.realpath(folder)), f"Choose another {key}."
-    if destination.is_symlink():
-        raise ValueError(f"{folder} is a symbolic link to itself. {another}")
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"{folder} is a file. {another}")
     if destination.is_dir() and any(destination.iterdir()) and not (destination / mark).is_file():
@@ -152,9 +173,8 @@ def _write(folder: Path, splits: dict[str, Split], *, identifiers: list[str], ex
         values = {key: value for key, value in dataclasses.asdict(data.metadata).items() if value is not None}
         values.setdefault("ignore_label_id", None)
         write_json(folder / split / METADATA, values)
-        assert load_metadata(folder, split) == data.metadata
+        assert load_metadata(folder, split) == data.metadata  # no name of a set leads to another folder
         assert set(data.metadata.sets) == set(data.sets)
-        # `load_metadata` has checked that no name leads to another folder.
         for set_name in data.metadata.sets:
             for field in fields_of(data.metadata.augmentation):
                 array = getattr(data.sets[set_name], field)
@@ -177,36 +197,3 @@ def _write_manifest(
     }
     found = {"several_solutions": list(several_solutions)} if several_solutions else {}
     write_json(folder / MANIFEST, {"builder": builder, **found, "examples": counts, "files": files})
-
-
-@contextlib.contextmanager
-def _scratch_folder(destination: Path) -> Iterator[Path]:
-    scratch = destination.with_name(f"{destination.name}.unfinished")
-    if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
-        raise ValueError(
-            f"cannot create {scratch}: a folder of that name exists, and no builder made it. Move or delete "
-            "it."
-        )
-    scratch.mkdir(exist_ok=True)
-    with (scratch / _LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # other errors: the file system has no locks, so continue without one
-            if isinstance(error, BlockingIOError):
-                raise ValueError(
-                    f"another process is writing {destination}. Wait until it has finished."
-                ) from None
-        try:
-            _clear_up(scratch, destination)
-            yield scratch
-        finally:
-            _clear_up(scratch, destination)
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _clear_up(scratch: Path, destination: Path) -> None:
-    # A process was killed while it replaced the destination: move the old folder back.
-    if (scratch / "old").exists() and (scratch / "new").exists() and not destination.exists():
-        (scratch / "old").rename(destination)
-    for name in ("new", "old"):
-        shutil.rmtree(scratch / name, ignore_errors=True)

@@ -101,14 +101,14 @@ class RowEvaluator:
             kind: Name of the kind of puzzle. The metrics are `<kind>/<check>_accuracy` and `<kind>/count`.
             check: Function (inputs, preds) -> {check: whether each answer passes, bool [n]}. Both arguments
                 are tokens, [n, seq_len]. The check `valid` means that an answer obeys the rules.
-            tasks: Name of the task of each puzzle identifier (index of a puzzle embedding). With several
-                names, `write` writes the accuracy of each task.
+            tasks: Name of the task of each puzzle identifier. With several names, `write` writes the accuracy
+                of each task.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
-        # {(set, check): number of examples of each task that pass}, of this rank and of all ranks. All
+        # {set: {check: number of examples of each task that pass}}, of this rank and of all ranks. All
         # examples pass the check "count".
-        self._passed: dict[tuple[str, str], np.ndarray] = {}
-        self._total: dict[tuple[str, str], np.ndarray] = {}
+        self._passed: dict[str, dict[str, np.ndarray]] = {}
+        self._total: dict[str, dict[str, np.ndarray]] = {}
 
     def add(self, set_name: str, answers: Answers) -> None:
         counts = answers.labels != IGNORE_LABEL_ID
@@ -116,47 +116,29 @@ class RowEvaluator:
         checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds), "count": True}
         tasks = answers.puzzle_identifiers if self._tasks else np.zeros_like(answers.puzzle_identifiers)
         has_label, num_tasks = counts.any(axis=1), max(len(self._tasks), 1)
+        passed = self._passed.setdefault(set_name, {})
         for check, is_passed in checks.items():
-            passed = np.bincount(tasks[has_label & is_passed], minlength=num_tasks)
-            self._passed[set_name, check] = self._passed.get((set_name, check), 0) + passed
+            passed[check] = passed.get(check, 0) + np.bincount(
+                tasks[has_label & is_passed], minlength=num_tasks
+            )
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
         return self._check(inputs, preds).get("valid")
 
-    def partial(self) -> dict[tuple[str, str], np.ndarray]:
+    def partial(self) -> dict[str, dict[str, np.ndarray]]:
         return self._passed
 
-    def metrics(self, partials: Sequence[dict[tuple[str, str], np.ndarray]]) -> dict[str, dict[str, float]]:
+    def metrics(self, partials: Sequence[dict[str, dict[str, np.ndarray]]]) -> dict[str, dict[str, float]]:
         self._total = {}
         for part in partials:
-            for key, passed in part.items():
-                self._total[key] = self._total.get(key, 0) + passed
+            for set_name, passed in part.items():
+                total = self._total.setdefault(set_name, {})
+                for check, numbers in passed.items():
+                    total[check] = total.get(check, 0) + numbers
+        self._total = {name: passed for name, passed in self._total.items() if passed["count"].any()}
         return {
-            set_name: {f"{self._kind}/{metric}": value for metric, value in self._shares(set_name).items()}
-            for set_name in self._sets()
-        }
-
-    def _sets(self) -> list[str]:
-        return [
-            set_name for (set_name, check), rows in self._total.items() if check == "count" and rows.any()
-        ]
-
-    def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns the scores of a test set, such as {"exact_accuracy": 0.5, "count": 20}.
-
-        An accuracy is the fraction of the set's examples that pass a check. count is the number of these
-        examples. Examples without labels are not included.
-
-        tasks: Index of one task, to use only its examples. By default, the examples of all tasks.
-        """
-        of_set = {
-            check: int(rows[tasks].sum())
-            for (counted_set, check), rows in self._total.items()
-            if counted_set == set_name
-        }
-        count = of_set.pop("count")
-        return {f"{check}_accuracy": num_passed / count for check, num_passed in of_set.items()} | {
-            "count": count
+            set_name: {f"{self._kind}/{metric}": value for metric, value in _scores(passed).items()}
+            for set_name, passed in self._total.items()
         }
 
     def write(self, folder: Path) -> None:
@@ -167,11 +149,15 @@ class RowEvaluator:
         if len(self._tasks) < 2:
             return
         tasks = {
-            set_name: {
-                self._tasks[task]: self._shares(set_name, task)
-                for task in self._total[set_name, "count"].nonzero()[0]
-            }
-            for set_name in self._sets()
+            set_name: {self._tasks[task]: _scores(passed, task) for task in passed["count"].nonzero()[0]}
+            for set_name, passed in self._total.items()
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / TASKS_FILE, tasks)
+
+
+def _scores(passed: dict[str, np.ndarray], tasks: int | slice = slice(None)) -> dict[str, float]:
+    # Such as {"exact_accuracy": 0.5, "count": 20}: of all tasks, or of the task with this index.
+    numbers = {check: int(of_tasks[tasks].sum()) for check, of_tasks in passed.items()}
+    count = numbers.pop("count")
+    return {f"{check}_accuracy": number / count for check, number in numbers.items()} | {"count": count}

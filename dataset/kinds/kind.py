@@ -36,8 +36,6 @@ Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Style:
     """Describes how grids are drawn in terminals, pictures and HTML pages.
 
-    Each cell of a grid contains one token.
-
     Attributes:
         symbols: Text of each token, starting with token 0. A token beyond the last text is shown as its
             number.
@@ -70,15 +68,10 @@ class Style:
         return not self.gap
 
     def symbol(self, token: int) -> str:
-        """Returns the text that is drawn in a cell with this token."""
         return self.symbols[token] if token < len(self.symbols) else str(token)
 
     def is_blank(self, token: int) -> bool:
-        """Returns whether a cell with this token is drawn as an empty cell.
-
-        This is the case if the symbol of the token is a space, or if a terminal draws the token in faint text
-        (ANSI code 2).
-        """
+        """Returns whether a cell with this token is drawn as an empty cell."""
         is_space = token < len(self.symbols) and not self.symbols[token].strip()
         return is_space or self.ansi.get(token) == FAINT
 
@@ -107,27 +100,21 @@ class Puzzle:
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the positions in `tokens` of the cells of a grid: int64 [rows, columns].
 
-        In most kinds of puzzles, the grid consists of all tokens. In ARC, and in datasets with their own
-        symbols, it may be smaller than the token array.
+        In ARC, and in datasets with their own symbols, the grid may be smaller than the token array.
 
         tokens: Answer to the puzzle, [seq_len].
         """
         return to_grid(np.arange(len(tokens)))
 
     def is_solution(self, tokens: np.ndarray) -> bool:
-        """Returns whether an answer shows the same grid as `solution`, which must not be None.
-
-        Tokens outside the grids are not compared. tokens: The answer, [seq_len].
-        """
+        """Returns whether an answer [seq_len] shows the same grid as `solution`, which must not be None."""
         cells, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns the puzzle with token arrays of length `seq_len`, which the model expects.
+        """Returns an ARC puzzle with fields of length `seq_len`, which the model expects.
 
-        An ARC puzzle is copied, with its grids at the top left of square token arrays of this length. Other
-        kinds of puzzles are returned unchanged, whatever their length is. Raises ValueError if a grid of the
-        ARC task does not fit.
+        Other kinds of puzzles are returned unchanged. Raises ValueError if a grid does not fit.
         """
         return self
 
@@ -150,22 +137,18 @@ class Puzzle:
     def find_identifier(self, training: Split) -> int | None:
         """Searches the training data for this ARC task. Returns its puzzle identifier.
 
-        The puzzle identifier is the index of the embedding that the model learned for the task. A task of the
-        training data matches if it contains all demonstrations (input-output pairs) of this task. Returns
-        None if no task matches, and for all other kinds of puzzles.
-
-        training: Training split of the dataset that the model was trained on.
+        A task of the training data matches if it contains all demonstrations (input-output pairs) of this
+        task. Returns None if no task matches, and for all other kinds of puzzles.
         """
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
         """Returns the demonstrations (input-output pairs) of this ARC task as training data.
 
-        A model can learn an embedding for the task from this data. The embedding has index 1. Returns None
-        for all other kinds of puzzles.
+        Its puzzle identifier is 1. Returns None for all other kinds of puzzles.
 
         num_views: Number of copies of the demonstrations. In each copy, the grids have other random positions
-        in the token array. seed: Seed of the positions.
+        in the field. seed: Seed of the positions.
         """
         return None
 
@@ -173,11 +156,7 @@ class Puzzle:
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
     """Reshapes an array [seq_len] to [rows, columns].
 
-    The number of columns is the first of these numbers that exists:
-
-    1. `num_columns`, if it is not None.
-    2. The square root of seq_len, if it is an integer.
-    3. The largest divisor of seq_len up to 32.
+    num_columns: If None, the square root of seq_len or, if it is no integer, the largest divisor up to 32.
     """
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
@@ -190,8 +169,7 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
 def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
     """Returns a copy of the smallest rectangle of a grid that contains all marked cells.
 
-    The copy has shape [0, 0] if no cell is marked. is_inside: True for each marked cell, bool [rows,
-    columns].
+    The copy has shape [0, 0] if no cell is marked. is_inside: The marked cells, bool [rows, columns].
     """
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
@@ -258,10 +236,7 @@ class Kind:
     plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns why a dataset cannot be of this kind, or None if it can.
-
-        Example: "vocab_size is 7, not 6". metadata: Metadata of the dataset.
-        """
+        """Returns why a dataset cannot be of this kind, such as "vocab_size is 7, not 6", or None."""
         if (metadata.symbols is not None) != self.names_symbols:
             number = "no list" if self.names_symbols else "a list"
             return f"dataset.json contains {number} of symbols (only datasets of pairs have it)"
@@ -276,10 +251,7 @@ def kind_names() -> list[str]:
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind of puzzle with this name. Imports its module if needed.
-
-    name: One of `kind_names`.
-    """
+    """Returns the kind with a name of `kind_names`. Imports its module if needed."""
     of_plugins = {kind.name: kind for kind in defined("KIND")}
     return of_plugins.get(name) or importlib.import_module(f"dataset.kinds.{name}").KIND
 

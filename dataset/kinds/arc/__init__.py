@@ -39,11 +39,7 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ArcPuzzle(Puzzle):
-    """One test input of an ARC task, for a user who wants its answer.
-
-    Attributes:
-        task: The task. Its demonstrations (input-output pairs) show the rule to apply.
-    """
+    """One test input of an ARC task, for a user who wants its answer."""
 
     task: Task | None = None
     has_own_rule = True
@@ -90,10 +86,7 @@ class ArcPuzzle(Puzzle):
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
-    """Returns the grid in a token array as colors from 0 to 9.
-
-    The result is uint8 [rows, columns]. It is the smallest rectangle that contains all color tokens.
-    """
+    """Returns the grid in a token array as colors from 0 to 9: uint8 [rows, columns]."""
     field = to_grid(tokens)
     return (crop(field, field >= COLOR_0) - COLOR_0).astype(np.uint8)
 

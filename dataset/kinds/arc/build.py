@@ -10,8 +10,8 @@ give the same bytes on every machine, from any kind of source.
 """
 
 import argparse
+import dataclasses
 import hashlib
-import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -31,7 +31,6 @@ from dataset.kinds.arc.tasks import (
     drop_repeats,
     find_leaks,
     grid_bytes,
-    training_pairs,
 )
 from dataset.kinds.arc.variants import (
     dihedral_transforms,
@@ -120,9 +119,10 @@ def build(options: argparse.Namespace) -> None:
     if not evaluated:
         subsets = ", ".join(sorted({task.subset for task in tasks}))
         raise ValueError(f"no task is evaluated. Pass --evaluate with one of {subsets}.")
-    tasks = drop_copies(tasks, evaluated=evaluated)
+    tasks = [dataclasses.replace(task, is_evaluated=task.subset in evaluated) for task in tasks]
+    tasks = drop_copies(tasks)
     most = NUM_DIHEDRAL - 1 if options.dihedral else options.num_aug
-    _check(tasks, evaluated, num_aug=most, allow_leaks=options.allow_leaks)
+    _check(tasks, num_aug=most, allow_leaks=options.allow_leaks)
 
     transforms = [
         dihedral_transforms(task)
@@ -130,9 +130,8 @@ def build(options: argparse.Namespace) -> None:
         else draw_transforms(task, options.num_aug, seed=options.seed)
         for task in tasks
     ]
-    is_evaluated = [task.subset in evaluated for task in tasks]
-    size = options.max_size or SIZE
-    sets = _lay_out_sets(tasks, transforms, evaluated=evaluated, size=size, seed=options.seed)
+    tested = [task for task in tasks if task.is_evaluated]
+    sets = _lay_out_sets(tasks, transforms, size=options.max_size or SIZE, seed=options.seed)
     if options.materialize or options.num_aug == 0:
         sets = {split: data.materialize() for split, data in sets.items()}
     num = {"vocab_size": VOCAB_SIZE, "num_identifiers": 1 + sum(map(len, transforms))}
@@ -142,27 +141,24 @@ def build(options: argparse.Namespace) -> None:
         identifiers=_names(tasks, transforms),
         builder={"name": "arc", "arguments": _arguments(options, tasks, evaluated)},
         digests=_digests(tasks, transforms),
-        extra_files={TEST_PUZZLES: _test_puzzles(itertools.compress(tasks, is_evaluated))},
+        extra_files={TEST_PUZZLES: _test_puzzles(tested)},
     )
 
     if num_repeats := len(found) - len(tasks):
         print(f"repeated tasks, with the same content and used once: {num_repeats}")
-    num_pairs = sum(len(task.train if task.subset in evaluated else task.pairs) for task in tasks)
-    if num_repeats := num_pairs - sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks):
+    num_pairs = sum(len(task.train if task.is_evaluated else task.pairs) for task in tasks)
+    if num_repeats := num_pairs - sum(len(task.training_pairs) for task in tasks):
         print(f"repeated training pairs of a task, used once: {num_repeats}")
     num_variants = [len(task_transforms) - 1 for task_transforms in transforms]
     if not options.dihedral and (num_few := sum(count < options.num_aug for count in num_variants)):
         few = f"tasks with fewer than {options.num_aug} different variants"
         print(f"{few}: {num_few} (the fewest: {min(num_variants)})")
     print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {sets['train'].num_examples} examples")
-    print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {sets['test'].num_examples} examples")
+    print(f"test: {len(tested)} tasks ({', '.join(evaluated)}), {sets['test'].num_examples} examples")
 
 
 def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
-    """Returns the tasks to build a dataset from, and the names of the subsets to evaluate.
-
-    A subset is a part of ARC, such as "evaluation". Raises ValueError if a subset to evaluate has no tasks.
-    """
+    """Returns the tasks to build a dataset from, and the names of the subsets to evaluate."""
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
         return [task for task, _ in generated[options.skip or 0 :]], [_EVALUATED]
@@ -185,8 +181,8 @@ def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
     return fitting, evaluated
 
 
-def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:
-    if leaks := find_leaks(tasks, evaluated=evaluated):
+def _check(tasks: list[Task], *, num_aug: int, allow_leaks: int) -> None:
+    if leaks := find_leaks(tasks):
         message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
         if len(leaks) > allow_leaks:
             remedy = f"Remove one of the sources, or accept this with --allow-leaks {len(leaks)}."
@@ -196,7 +192,7 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
     if doubtful:
         text = f"{len(doubtful)} of {len(tasks)} tasks have an input with several outputs"
         warn("build arc", f"{text}, the first: {doubtful[0].id}. No model can get all of them right.")
-    check_count(sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks), 1 + num_aug)
+    check_count(sum(len(task.training_pairs) for task in tasks), 1 + num_aug)
 
 
 def _has_several_answers(task: Task) -> bool:
@@ -219,25 +215,22 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
 
 
 def _lay_out_sets(
-    tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
+    tasks: list[Task], transforms: list[np.ndarray], *, size: int, seed: int
 ) -> dict[str, PuzzleSet]:
-    """Converts tasks and their augmented copies to {"train": puzzles, "test": puzzles}.
+    """Converts tasks and their variants to {"train": puzzles, "test": puzzles}.
 
-    The test pairs of evaluated tasks become test puzzles. All other pairs become training puzzles.
-
-    transforms: For each task, the transforms that make its copies, uint8 [copies, 11]. evaluated: Names of
-    the subsets that are evaluated. size: Rows and columns of a token array. seed: Seed of the positions of
-    training grids in their token arrays.
+    transforms: For each task, the transforms that make its variants, uint8 [variants, 11]. size: Rows and
+    columns of a field. seed: Seed of the positions of training grids in their fields.
     """
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(task_transforms) for task_transforms in transforms])
     identifiers = np.split(np.arange(1, 1 + ends[-1], dtype=np.int32), ends[:-1])
     train, test = [], []  # (pairs, transforms, translations, identifiers) of each task
     for task, variants, of_variants in zip(tasks, transforms, identifiers, strict=True):
-        pairs = training_pairs(task, evaluated=evaluated)
+        pairs = task.training_pairs
         moves = draw_translations(task, pairs, variants, size=size, seed=seed)
         train.append((pairs, variants, moves, of_variants))
-        if task.subset in evaluated:
+        if task.is_evaluated:
             nowhere = np.zeros((len(variants), len(task.test), 2), np.uint8)
             test.append((task.test, variants, nowhere, of_variants))
     return {split: lay_out(part, size=size) for split, part in (("train", train), ("test", test))}

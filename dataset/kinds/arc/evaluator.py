@@ -37,27 +37,12 @@ _NO_ANSWER = [[0]]  # a submission needs a grid for every attempt
 _HALTING_ONE = 1 << 32  # a probability of 1 in fixed point
 
 
-class TestInput(NamedTuple):
-    """Identifies a test input of an ARC task.
-
-    Attributes:
-        set_name: Name of the test set.
-        task: Index of the task in the list of test tasks, sorted by name.
-        index: Index of the input among the test inputs of the task.
-    """
-
-    __test__ = False  # tells pytest that this is not a test
-
-    set_name: str
-    task: int
-    index: int
+# A test input: name of the test set, index of the task, index of the input among the test inputs of the task.
+_TestInput = tuple[str, int, int]
 
 
 class Votes:
     """Counts the votes for the answers to test inputs of ARC tasks.
-
-    A model answers several variants (rotated, mirrored or recolored) of a test input. The transform of the
-    variant is undone in each answer. The resulting grid then gets one vote.
 
     Attributes:
         votes: {test input: {grid as bytes: number of votes}}.
@@ -66,14 +51,14 @@ class Votes:
     """
 
     def __init__(self) -> None:
-        self.votes: defaultdict[TestInput, Counter[bytes]] = defaultdict(Counter)
-        self.halting: defaultdict[TestInput, Counter[bytes]] = defaultdict(Counter)
+        self.votes: defaultdict[_TestInput, Counter[bytes]] = defaultdict(Counter)
+        self.halting: defaultdict[_TestInput, Counter[bytes]] = defaultdict(Counter)
 
-    def vote(self, test_input: TestInput, grid: bytes, q_halt: float) -> None:
+    def vote(self, test_input: _TestInput, grid: bytes, q_halt: float) -> None:
         """Adds one vote for an answer to a test input.
 
-        grid: The answer as bytes (`grid_bytes`), with the transform of its variant undone. q_halt: Logit of
-        the predicted probability that the answer is right. NaN counts as probability 0.
+        grid: The answer as bytes, with the transform of its view undone. q_halt: Logit of the predicted
+        probability that the answer is right. NaN counts as probability 0.
         """
         probability = 0.0 if math.isnan(q_halt) else (1 + math.tanh(q_halt / 2)) / 2  # the sigmoid
         self.votes[test_input][grid] += 1
@@ -85,16 +70,13 @@ class Votes:
             self.halting[test_input].update(other.halting[test_input])
 
     def count(self) -> Counter[str]:
-        """Returns {name of a test set: number of votes for answers to its test inputs}.
-
-        Each answer of the model to a variant of a test input is one vote.
-        """
+        """Returns {name of a test set: number of votes for answers to its test inputs}."""
         totals: Counter[str] = Counter()
-        for test_input, votes in self.votes.items():
-            totals[test_input.set_name] += votes.total()
+        for (set_name, *_), votes in self.votes.items():
+            totals[set_name] += votes.total()
         return totals
 
-    def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
+    def ranked(self, test_inputs: Iterable[_TestInput]) -> list[bytes]:
         """Returns the different answers that have votes, as bytes, sorted from best to worst.
 
         Answers with more votes come first. Ties are broken by the larger mean probability, then by the
@@ -112,10 +94,8 @@ class Votes:
 class ArcEvaluator:
     """Computes the metrics of ARC, such as pass@2.
 
-    A model answers several variants (rotated, mirrored or recolored) of each test input. Each of these
-    answers is one vote for a grid. If the model answers each variant several times, all of its answers vote.
-    A test input is solved if one of the two grids with the most votes is right. pass@2 is the fraction of
-    solved test inputs of a task, averaged over the tasks.
+    If the model answers each view several times, all of its answers vote. pass@2 is the fraction of test
+    inputs of a task for which one of the two grids with the most votes is right, averaged over the tasks.
     """
 
     samples_vote, only_answered = True, False
@@ -123,22 +103,32 @@ class ArcEvaluator:
     def __init__(self, folder: Path, metadata: Metadata):
         """Reads the test tasks of a dataset folder, and the names of its puzzle identifiers.
 
-        Raises ValueError if the name of a test puzzle is missing or belongs to none of these tasks. metadata:
-        Content of the folder's dataset.json.
+        Raises ValueError if the name of a test puzzle is missing or belongs to none of these tasks.
         """
         sets = open_split(folder, "test").sets
-        identifiers = {
-            set_name: np.unique(puzzle_set.puzzle_identifiers) for set_name, puzzle_set in sets.items()
-        }
-        used = np.unique(np.concatenate(list(identifiers.values())))
         names = read_every_name(folder, metadata)
         has_own = (folder / TEST_PUZZLES).exists()
         self._tasks = load_tasks(folder) if has_own else _tasks_in(sets.values(), names)
-        self._views = Views(folder, names, tasks=self._tasks, used=used)
-        tasks_of_set = {
-            set_name: set(self._views.tasks[set_identifiers].tolist())
-            for set_name, set_identifiers in identifiers.items()
-        }
+        index_of = {task.name: index for index, task in enumerate(self._tasks)}
+        # For each identifier in the test sets: the index of its task, and the inverse of its transform, which
+        # is a dihedral number and the color of each token.
+        self._task_of = np.full(len(names), -1, np.int32)
+        self._dihedral = np.zeros(len(names), np.uint8)
+        self._colors = np.zeros((len(names), VOCAB_SIZE), np.uint8)
+        tasks_of_set = {}
+        for set_name, puzzle_set in sets.items():
+            used = np.unique(puzzle_set.puzzle_identifiers)
+            for identifier in used[self._task_of[used] < 0].tolist():
+                try:
+                    task_id, (dihedral_index, *colors) = parse_variant_name(names[identifier])
+                    self._task_of[identifier] = index_of[task_id]
+                except (ValueError, KeyError):
+                    where = f"{folder / IDENTIFIERS}: {names[identifier]!r}, identifier {identifier}"
+                    problem = f"is in the test split, but is not a variant of a task in {TEST_PUZZLES}"
+                    raise ValueError(f"{where}, {problem}. Build the dataset again.") from None
+                self._dihedral[identifier] = DIHEDRAL_INVERSES[dihedral_index]
+                self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
+            tasks_of_set[set_name] = set(self._task_of[used].tolist())
         # A task that is in no set counts in every set. It has no votes, so it is not solved.
         in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
         self._tasks_of_set = {
@@ -156,14 +146,18 @@ class ArcEvaluator:
             strict=True,
         )
         for identifier, shown, answer, q_halt in rows:
-            task = int(self._views.tasks[identifier])
+            task = int(self._task_of[identifier])
             assert task >= 0, "a row of another dataset"
-            index = self._tasks[task].index_of.get(self._views.undo(shown, identifier))
-            if index is None:
+            inputs, grid = self._tasks[task].inputs, self._undo(shown, identifier)
+            if grid not in inputs:
                 self._num_unknown += 1
                 continue
-            test_input = TestInput(set_name, task, index)
-            self._votes.vote(test_input, self._views.undo(answer, identifier), q_halt)
+            test_input = (set_name, task, inputs.index(grid))
+            self._votes.vote(test_input, self._undo(answer, identifier), q_halt)
+
+    def _undo(self, grid: np.ndarray, identifier: int) -> bytes:
+        # The grid of a view, tokens [rows, columns], before it was transformed, as bytes.
+        return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> None:
         """Returns None, because the rules of ARC tasks are not known."""
@@ -198,7 +192,7 @@ class ArcEvaluator:
             for grid, output in zip(task.inputs, task.outputs, strict=True):
                 if output == arc.EMPTY:  # unknown
                     continue
-                ranked = self._total.ranked([TestInput(set_name, task_index, task.index_of[grid])])
+                ranked = self._total.ranked([(set_name, task_index, task.inputs.index(grid))])
                 if self.only_answered and not ranked:
                     continue
                 ranks.append(ranked.index(output) if output in ranked else math.inf)
@@ -224,14 +218,14 @@ class ArcEvaluator:
         are [[0]].
         """
         submission = {
-            task.name: [self._attempts(index, task.index_of[grid]) for grid in task.inputs]
+            task.name: [self._attempts(index, task.inputs.index(grid)) for grid in task.inputs]
             for index, task in enumerate(self._tasks)
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / SUBMISSION_FILE, submission, indent=None)
 
     def _attempts(self, task: int, test_input: int) -> dict[str, list[list[int]]]:
-        ranked = self._total.ranked(TestInput(set_name, task, test_input) for set_name in self._tasks_of_set)
+        ranked = self._total.ranked((set_name, task, test_input) for set_name in self._tasks_of_set)
         grids = [to_lists(grid) for grid in ranked[:_NUM_ATTEMPTS] if grid != arc.EMPTY] or [_NO_ANSWER]
         return {
             f"attempt_{attempt + 1}": grids[min(attempt, len(grids) - 1)] for attempt in range(_NUM_ATTEMPTS)
@@ -239,19 +233,17 @@ class ArcEvaluator:
 
 
 class EvaluatedTask(NamedTuple):
-    """The test pairs of a task. Several pairs may have the same input.
+    """The test pairs of a task. If several have the same input, votes go to the first of them.
 
     Attributes:
         name: Id of the task.
         inputs, outputs: Grids of the test pairs, as bytes. An unknown output is a grid without cells
             (`tasks.EMPTY`).
-        index_of: {input: index of the first test pair with this input}.
     """
 
     name: str
     inputs: list[bytes]
     outputs: list[bytes]
-    index_of: dict[bytes, int]
 
 
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
@@ -273,15 +265,13 @@ def load_tasks(folder: Path) -> list[EvaluatedTask]:
 
 
 def _evaluated_task(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> EvaluatedTask:
-    inputs, outputs = ([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1))
-    return EvaluatedTask(name, inputs, outputs, {grid: inputs.index(grid) for grid in inputs})
+    return EvaluatedTask(name, *([grid_bytes(pair[side]) for pair in pairs] for side in (0, 1)))
 
 
 def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[EvaluatedTask]:
-    """Collects the test pairs of tasks from test sets. Returns tasks, sorted by name.
+    """Collects the test pairs of tasks from the originals in test sets. Returns tasks, sorted by name.
 
-    Reads them from the puzzles that are not augmented. Needed for datasets without test_puzzles.json, such as
-    those of HRM's tools. names: Name of each puzzle identifier.
+    Needed for datasets without test_puzzles.json, such as those of HRM's tools.
     """
     tests = {}
     for puzzle_set in sets:
@@ -298,54 +288,6 @@ def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[Evaluated
 def to_lists(grid: bytes) -> list[list[int]]:
     rows, columns = grid[:2]
     return [list(grid[2 + row * columns :][:columns]) for row in range(rows)]
-
-
-class Views:
-    """Converts grids of augmented puzzles (rotated, mirrored or recolored) back to grids of their task.
-
-    The name of a puzzle identifier (index of a puzzle embedding) says how the puzzle was augmented.
-
-    Attributes:
-        tasks: Index of the task of each puzzle identifier, int32. -1 if no test set has the identifier.
-    """
-
-    def __init__(
-        self, folder: Path, names: Sequence[str], *, tasks: Sequence[EvaluatedTask], used: np.ndarray
-    ):
-        """Finds the task and the transform of each puzzle identifier from its name.
-
-        Raises ValueError if a name does not belong to one of `tasks`.
-
-        Args:
-            folder: Dataset folder, for the message.
-            names: Name of each identifier, such as "0a938d79|||t3|||0214356789".
-            tasks: The evaluated tasks.
-            used: Identifiers in the test sets. The names of other identifiers are not parsed.
-        """
-        count = len(names)
-        index_of = {task.name: index for index, task in enumerate(tasks)}
-        self.tasks = np.full(count, -1, np.int32)
-        self._dihedral = np.zeros(count, np.uint8)  # number of the inverse
-        self._colors = np.zeros((count, VOCAB_SIZE), np.uint8)  # color of each token
-        for identifier in used.tolist():
-            try:
-                task_id, (dihedral_index, *colors) = parse_variant_name(names[identifier])
-                index = index_of[task_id]
-            except (ValueError, KeyError):
-                where = f"{folder / IDENTIFIERS}: {names[identifier]!r}, identifier {identifier}"
-                problem = f"is in the test split, but is not a variant of a task in {TEST_PUZZLES}"
-                raise ValueError(f"{where}, {problem}. Build the dataset again.") from None
-            self.tasks[identifier] = index
-            self._dihedral[identifier] = DIHEDRAL_INVERSES[dihedral_index]
-            self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
-
-    def undo(self, grid: np.ndarray, identifier: int) -> bytes:
-        """Returns the grid before it was rotated, mirrored and recolored, as bytes.
-
-        grid: Tokens after the augmentation, [rows, columns]. identifier: Puzzle identifier of the augmented
-        puzzle.
-        """
-        return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:

@@ -69,8 +69,8 @@ class _Draw:
 def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
     """Generates `count` ARC-like tasks. Returns (task, parameters of its rule) for each.
 
-    A family is a number of similar rules, such as "mirror". The families take turns. A family repeats a rule
-    only after it has used all its rules. subset: Value of `Task.subset`, such as "evaluation".
+    The families take turns. A family repeats a rule only after it has used all its rules. subset: Value of
+    `Task.subset`, such as "evaluation".
     """
     generated = []
     seen: set[bytes] = set()  # inputs
@@ -192,12 +192,10 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Counts the objects of one color and size in a grid.
+    """Returns a grid with one cell of the color `of_answer` for each object in the grid.
 
-    Returns a grid with one colored cell for each object.
-
-    color: Color of the objects. size: 1 if the objects are single cells, 2 if they are blocks of 2 x 2 cells.
-    of_answer: Color of the returned cells. layout: Their arrangement: "row", "column" or "diagonal".
+    size: 1 if the objects are single cells, 2 if they are blocks of 2 x 2 cells. layout: Arrangement of the
+    returned cells: "row", "column" or "diagonal".
     """
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left

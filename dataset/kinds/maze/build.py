@@ -106,8 +106,6 @@ def _read(files: Sequence[Path], *, column_names: str | None) -> list[np.ndarray
 
     Returns tokens, uint8 [n, 2, cells], for each file. Axis 1 is (maze, answer). Warns if an answer is not
     the shortest path that the public dataset would select (`rules.published_answers`).
-
-    column_names: Names of both columns, separated by a comma, or None.
     """
     read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:

@@ -25,11 +25,8 @@ _BATCH_CELLS, _BATCH_MAZES = 1 << 20, 1 << 11  # at most; other numbers give oth
 def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
     """Checks that each answer is its maze with exactly one path: bool [count].
 
-    PATH tokens mark the path from start to goal. The answer must not have other PATH tokens. The path may be
-    longer than the shortest path. But it must not touch itself, because the order of its cells would be
-    ambiguous.
-
-    mazes, answers: Tokens, uint8 [count, cells].
+    The path may be longer than the shortest path. But it must not touch itself, because the order of its
+    cells would be ambiguous.
     """
     is_marked = (answers == PATH) | (answers == START) | (answers == GOAL)
     # If all other cells are walls, a shortest path visits every marked cell only if it is the only path.
@@ -38,18 +35,12 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns whether each answer is its maze with PATH tokens on open cells: bool [count].
-
-    It may have any number of PATH tokens. They need not form a path.
-    """
+    """Returns whether each answer is its maze with any PATH tokens on open cells: bool [count]."""
     return ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
 
 
 def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
-    """Returns the number of cells of a shortest path in each maze: int64 [count].
-
-    Start and goal are counted, too. The number is 0 if there is no path. mazes: Tokens, uint8 [count, cells].
-    """
+    """Returns the length of a shortest path in each maze: int64 [count]. It is 0 if there is no path."""
     lengths = np.zeros(len(mazes), np.int64)
     goals = _to_bits((mazes == GOAL).T)[1:-1, 1:-1]
     for num_cells, reached in enumerate(_flood((mazes != WALL).T, (mazes == START).T), 1):
@@ -118,8 +109,7 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 def _to_bits(cells: np.ndarray) -> np.ndarray:
     """Packs mazes, bool [cells, count], so that each byte contains one cell of 8 mazes.
 
-    A border of one cell is added to each maze. Its bits are 0. Returns uint8 [size + 2, size + 2, ceil(count
-    / 8)].
+    Returns uint8 [size + 2, size + 2, ceil(count / 8)]. The border is 0.
     """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
@@ -136,8 +126,7 @@ def draw_mazes(
 ) -> np.ndarray:
     """Generates random mazes with a shortest path of at least `min_path_cells` cells.
 
-    Returns tokens, uint8 [n, size * size]. The number n of mazes varies and may be 0. The cells of a path
-    include start and goal.
+    Returns tokens, uint8 [n, size * size]. The number n of mazes varies and may be 0.
 
     seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`. is_perfect: If
     True, every maze has exactly one path between any two open cells. If False, each cell is a wall with a
@@ -189,9 +178,8 @@ def draw_mazes(
 def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
     """Makes mazes without loops by depth-first search. Returns their open cells, bool [cells, count].
 
-    The first open cell of a maze is the cell with the largest height. The search then repeatedly opens a
-    neighbor of the current cell that touches no other open cell. Of several such neighbors, it opens the one
-    with the largest height. If there is none, it goes back.
+    The search starts at the cell with the largest height. Then it repeatedly opens a neighbor of the current
+    cell that touches no other open cell, the one with the largest height. If there is none, it goes back.
 
     heights: Random number of each cell that determines the order, uint16 [cells, count].
     """

@@ -9,7 +9,6 @@ the puzzle in both splits. The same pairs give the same bytes on every machine.
 """
 
 import argparse
-import hashlib
 import itertools
 import re
 from collections import Counter, defaultdict
@@ -24,9 +23,9 @@ from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import check_count, make_split
 from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
-from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
+from dataset.kinds.pairs.files import GRIDS, Pair, choose_files, read_pairs
 from dataset.metadata import BLANK, SPLITS, Split
-from dataset.randomness import random_below, random_bits, random_orders
+from dataset.randomness import name_index, random_below, random_bits, random_orders
 from runtime.command_line import integer, matching, recorded, refuse_options, warn
 from runtime.reading import printable, sha256_of
 
@@ -40,9 +39,8 @@ _MOST_NAMED = 10  # maximum number of tasks that are printed
 def build(options: argparse.Namespace) -> None:
     needed, output_dir = "its files of pairs", options.output_dir
     files = find_source_files(options.source, choose_files, needed=needed, output_dir=output_dir)
-    arguments = {} if options.fields is None else {"fields": options.fields}
-    pairs, others = read_pairs(files, **arguments)
-    if not arguments:
+    pairs, others = read_pairs(files, fields=options.fields or GRIDS)
+    if options.fields is None:
         del options.fields  # so that older commands give the same manifest
     if others:
         print(printable(f"fields not used: {', '.join(others)}"))
@@ -124,9 +122,8 @@ def write_pairs(
 ) -> None:
     """Writes a dataset of pairs (input grid, output grid), with training and test split.
 
-    pairs: All pairs of both splits. options: Parsed command line. builder: Name of the builder, such as
-    "pairs". instead: {option: value}. These values are recorded in manifest.json in place of the passed ones.
-    Example: hashes of the source files in place of their paths.
+    instead: {option: value} to record in manifest.json in place of the passed values. Example: hashes of the
+    source files in place of their paths.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -147,12 +144,16 @@ def write_pairs(
             **augmented,
         )
 
-    test, augmented = lay_out(splits["test"]), {}
-    if options.symmetries:
-        transforms = _draw_transforms(len(splits["train"]), vocabulary, options)
-        augmented = {"augmentation": "pairs", "transforms": transforms, "held_out": test}
-        augmented["materialize"] = options.materialize
-    train = lay_out(splits["train"], **augmented)
+    test = lay_out(splits["test"])
+    train = lay_out(
+        splits["train"],
+        augmentation="pairs",
+        transforms=_draw_transforms(len(splits["train"]), vocabulary, options)
+        if options.symmetries
+        else None,
+        held_out=test,
+        materialize=options.materialize,
+    )
     write_dataset(
         options.output_dir,
         splits={"train": train, "test": test},
@@ -189,10 +190,7 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
     """Divides pairs into {"train": pairs, "test": pairs}.
 
     If the pairs have no split, random inputs of each task are selected, and all pairs with these inputs
-    become test pairs. Raises ValueError if a split would be empty, or if `fraction` is given although the
-    pairs have a split.
-
-    fraction: Fraction of each task's inputs to select. If None, 0.1.
+    become test pairs. fraction: Fraction of each task's inputs to select. If None, 0.1.
     """
     if any(pair.split for pair in pairs):
         if fraction is not None:
@@ -206,8 +204,7 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
         inputs[pair.task][pair.input] = None
     held_out = set()
     for task, different in inputs.items():
-        index = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
-        bits = random_bits(seed, stream=_HOLD_OUT, index=index, count=len(different))
+        bits = random_bits(seed, stream=_HOLD_OUT, index=name_index(task), count=len(different))
         count = min(max(round((fraction or _TEST_FRACTION) * len(different)), 1), len(different) - 1)
         keys = list(different)
         held_out.update((task, keys[row]) for row in random_orders(bits)[:count])
@@ -233,9 +230,7 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
     tested = {(pair.task, pair.input) for pair in splits["test"]}
     is_leak = [pair for pair in splits["train"] if (pair.task, pair.input) in tested]
     warn_of(is_leak, "are for training, but their inputs are also in the test split")
-    num_outputs = Counter(
-        (task, grid) for task, grid, _ in {(pair.task, pair.input, pair.output) for pair in pairs}
-    )
+    num_outputs = Counter(answer[:2] for answer in {(pair.task, pair.input, pair.output) for pair in pairs})
     doubtful = [pair for pair in pairs if num_outputs[pair.task, pair.input] > 1]
     warn_of(doubtful, "have an input with several outputs, so no model can get all of them right")
 
@@ -262,10 +257,9 @@ def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
 
 
 def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.Namespace) -> np.ndarray:
-    """Samples transforms that make augmented copies of each pair: uint8 [pairs, 1 + copies, 1 + symbols].
+    """Samples transforms of each pair: uint8 [pairs, 1 + variants, 1 + symbols].
 
-    The first number of a transform selects a rotation or mirroring (`dihedral`). The others are the new index
-    of each symbol. The first transform of each pair changes nothing.
+    The first transform of each pair changes nothing.
     """
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries

@@ -11,17 +11,16 @@ Invariant: both grids of a `Pair` are rectangles of printable symbols. For any o
 line with the file, the line and the reason.
 """
 
-import importlib
+import contextlib
 import re
 import unicodedata
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-from dataset.build.sources import read_columns
+from dataset.build.sources import import_package, read_columns
 from dataset.description import characters, size_of
 from dataset.metadata import SPLITS, is_printable
 from runtime.reading import (
@@ -37,7 +36,7 @@ from runtime.reading import (
 Cells = tuple[tuple[str, ...], ...]
 
 FIELDS = ("input", "output", "task", "split")
-_GRIDS = FIELDS[:2]
+GRIDS = FIELDS[:2]
 _TABLES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _ENDINGS = (*_TABLES, *(f"{ending}.gz" for ending in _TABLES), ".xlsx", ".parquet", ".json", ".json.gz")
 # A list as Python or numpy prints it, and an item of one.
@@ -115,7 +114,7 @@ def _list_endings() -> str:
     return ", ".join(ending for ending in _ENDINGS if not ending.endswith(".gz")) + "; .gz too"
 
 
-def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tuple[list[Pair], list[str]]:
+def read_pairs(files: Sequence[Path], *, fields: Sequence[str]) -> tuple[list[Pair], list[str]]:
     """Reads all pairs (input grid, output grid) of some files. Returns (pairs, names of unused fields).
 
     fields: Names of the input field and the output field in the files. Raises ValueError with file and line
@@ -125,8 +124,8 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
     for path in files:
         if not path.name.endswith(_ENDINGS):
             raise ValueError(f"--source {path} is neither a folder nor a file {_list_endings()}")
-        plain = path.name.removesuffix(".gz")
-        read = next(read for ending, read in _READERS.items() if plain.endswith(ending))
+        read = _READERS[Path(path.name.removesuffix(".gz")).suffix]
+        is_table = read in (_csv_rows, _sheet_rows)
         split, num_before = _stem(path.name) if len(stems) > 1 else "", len(pairs)
         for line, row in read(path):
             try:
@@ -135,12 +134,13 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
                 if missing := [field for field in fields if field not in row]:
                     there = ", ".join(printable(str(field))[:_MOST_SHOWN] for field in [*row][:_MOST_FIELDS])
                     hint = "Pass the names of both fields with --fields INPUT,OUTPUT."
-                    if read in (_csv_rows, _sheet_rows):
+                    if is_table:
                         hint += " If the table has no names, add a first row with them."
                     raise ValueError(f"no {missing[0]}, only {there or 'nothing'}. {hint}")
-                grids = {ours: row[name] for ours, name in zip(_GRIDS, fields, strict=True)}
-                is_cell = read in (_csv_rows, _sheet_rows)
-                grids = {ours: _parse_list(grid, ours, is_cell=is_cell) for ours, grid in grids.items()}
+                grids = {
+                    ours: _parse_list(row[name], ours, is_cell=is_table)
+                    for ours, name in zip(GRIDS, fields, strict=True)
+                }
                 pair = parse_pair(row | grids, where=f"{path}:{line}")
                 if split and pair.split not in ("", split):
                     raise ValueError(f"its split is {pair.split!r}, but the file is of the {split} split")
@@ -190,7 +190,7 @@ def parse_pair(row: dict, *, where: str) -> Pair:
     It may also contain "task" and "split". Raises ValueError if it is not valid. where: File and line, to
     store in the pair.
     """
-    for field in _GRIDS:
+    for field in GRIDS:
         if row.get(field) is None:
             raise ValueError(f"no {field}")
     names = {}
@@ -202,7 +202,7 @@ def parse_pair(row: dict, *, where: str) -> Pair:
         names[field] = text
     if names["split"] not in ("", *SPLITS):
         raise ValueError(f"the split is {_shown(names['split'])}, neither train nor test")
-    grids = [_parse_grid(row[field], field) for field in _GRIDS]
+    grids = [_parse_grid(row[field], field) for field in GRIDS]
     return Pair(*grids, names["task"], names["split"], where)
 
 
@@ -242,8 +242,7 @@ def _shown(value: Any) -> str:
 def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
     """Converts a table cell with the text of a JSON list to this list.
 
-    Example: "[1, 2]" becomes [1, 2]. Any other value is returned unchanged. Raises ValueError for a list in
-    another notation, such as "[1 2]".
+    Any other value is returned unchanged. Raises ValueError for a list in another notation, such as "[1 2]".
 
     field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table. If
     False, the text of a JSON list also raises ValueError, because other files can contain the list itself.
@@ -283,37 +282,42 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    openpyxl = _import("openpyxl", path)
+    openpyxl = import_package("openpyxl", needed_by=path)
+    with _one_error(path, "Excel"), open_regular(path) as opened:
+        with zipfile.ZipFile(opened) as parts:
+            if sum(part.file_size for part in parts.infolist()) > _MOST_SHEET_BYTES:
+                raise ValueError(
+                    f"its content has more than {_MOST_SHEET_BYTES:,} bytes. Divide it into several files"
+                )
+        book = openpyxl.load_workbook(opened, read_only=True, data_only=True)
+        if others := book.sheetnames[1:]:
+            print(f"{path}: sheets not used: {', '.join(map(printable, others))}")
+        rows = enumerate(book.worksheets[0].iter_rows(values_only=True), 1)
+        header = next(rows, (1, ()))[1]
+        names = {column: str(name) for column, name in enumerate(header) if name is not None}
+        if len({*names.values()}) < len(names):
+            raise ValueError("two columns have the same name")
+        for line, row in rows:
+            if any(cell is not None for cell in row):
+                yield line, {name: _text_of(row[at], f"{path}:{line}") for at, name in names.items()}
+
+
+@contextlib.contextmanager
+def _one_error(path: Path, form: str) -> Iterator[None]:
     try:
-        with open_regular(path) as opened:
-            with zipfile.ZipFile(opened) as parts:
-                if sum(part.file_size for part in parts.infolist()) > _MOST_SHEET_BYTES:
-                    raise ValueError(
-                        f"its content has more than {_MOST_SHEET_BYTES:,} bytes. Divide it into several files"
-                    )
-            book = openpyxl.load_workbook(opened, read_only=True, data_only=True)
-            if others := book.sheetnames[1:]:
-                print(f"{path}: sheets not used: {', '.join(map(printable, others))}")
-            rows = enumerate(book.worksheets[0].iter_rows(values_only=True), 1)
-            header = next(rows, (1, ()))[1]
-            names = {column: str(name) for column, name in enumerate(header) if name is not None}
-            if len({*names.values()}) < len(names):
-                raise ValueError("two columns have the same name")
-            for line, row in rows:
-                if any(cell is not None for cell in row):
-                    texts = {name: _text_of(row[at], f"{path}:{line}") for at, name in names.items()}
-                    yield line, texts
+        yield
+    except (MissingFileError, PointerFileError):
+        raise
     except Exception as error:  # the parser raises almost anything on damaged bytes
-        if isinstance(error, (MissingFileError, PointerFileError)) or str(error).startswith(f"{path}:"):
+        if str(error).startswith(f"{path}:"):
             raise
-        raise ValueError(f"{path} cannot be read as Excel ({' '.join(str(error).split())})") from None
+        raise ValueError(f"{path} cannot be read as {form} ({' '.join(str(error).split())})") from None
 
 
 def _text_of(cell: Any, where: str) -> str:
     """Returns the text of an Excel cell, "" if it is empty.
 
-    Raises ValueError if the cell is neither a text nor an integer of up to 15 digits. Excel has then probably
-    changed what was typed, for example to a date. where: File and row, for the message.
+    Raises ValueError if the cell is neither a text nor an integer of up to 15 digits.
     """
     if isinstance(cell, float) and cell.is_integer() and abs(cell) < 10**_MOST_DIGITS:
         cell = int(cell)
@@ -325,40 +329,23 @@ def _text_of(cell: Any, where: str) -> str:
     return str(cell)
 
 
-def _import(package: str, path: Path) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        name = package.partition(".")[0]
-        raise ValueError(f"{path} needs the package {name}. Install it: pip install {name}") from None
-
-
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    parquet = _import("pyarrow.parquet", path)
+    parquet = import_package("pyarrow.parquet", needed_by=path)
     row_number = 0
-    try:
-        with open_regular(path) as opened:
-            fields = parquet.read_schema(opened)
-            texts = [field.name for field in fields if str(field.type) in ("string", "large_string")]
-            if repeated := [column for column in fields.names if fields.names.count(column) > 1]:
-                raise ValueError(f"two columns are named {printable(repeated[0])!r}")
-            file = parquet.ParquetFile(opened, read_dictionary=texts)  # equal texts are stored once
-            groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
-            counts = [
-                group.column(index).num_values for group in groups for index in range(group.num_columns)
-            ]
-            if max(counts, default=0) > _MOST_VALUES:
-                raise ValueError(
-                    f"a row group has more than {_MOST_VALUES:,} values. Write smaller row groups"
-                )
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-                for row in range(batch.num_rows):
-                    row_number += 1
-                    yield row_number, {column: batch[column][row].as_py() for column in fields.names}
-    except Exception as error:  # the parser raises almost anything on damaged bytes
-        if isinstance(error, (MissingFileError, PointerFileError)):
-            raise
-        raise ValueError(f"{path} cannot be read as parquet ({' '.join(str(error).split())})") from None
+    with _one_error(path, "parquet"), open_regular(path) as opened:
+        fields = parquet.read_schema(opened)
+        texts = [field.name for field in fields if str(field.type) in ("string", "large_string")]
+        if repeated := [column for column in fields.names if fields.names.count(column) > 1]:
+            raise ValueError(f"two columns are named {printable(repeated[0])!r}")
+        file = parquet.ParquetFile(opened, read_dictionary=texts)  # equal texts are stored once
+        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+        counts = [group.column(index).num_values for group in groups for index in range(group.num_columns)]
+        if max(counts, default=0) > _MOST_VALUES:
+            raise ValueError(f"a row group has more than {_MOST_VALUES:,} values. Write smaller row groups")
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+            for row in range(batch.num_rows):
+                row_number += 1
+                yield row_number, {column: batch[column][row].as_py() for column in fields.names}
 
 
 _READERS = {

@@ -46,8 +46,7 @@ TASKS = {
 def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
     """Yields a puzzle of the package reasoning-gym as one or more dicts {"input": ..., "output": ...}.
 
-    Yields nothing if the puzzle has several answers. task: Name of the task, such as "maze". puzzle: A dict
-    with "question", "answer" and "metadata".
+    Yields nothing if the puzzle has several answers. puzzle: A dict with "question", "answer" and "metadata".
     """
     info, answer = puzzle["metadata"], puzzle["answer"]
     if task == "arc_1d":
@@ -101,10 +100,7 @@ class _List(argparse.Action):
 
 
 def _registry() -> dict[str, tuple[type, type]]:
-    """Returns {task: (class of its dataset, class of its config)} of the package reasoning-gym.
-
-    Raises ValueError if the package is not installed.
-    """
+    """Returns {task: (class of its dataset, class of its config)} of the package reasoning-gym."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the warnings of a package that it imports

@@ -48,10 +48,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _orbits(inputs: np.ndarray) -> np.ndarray:
-    """Numbers the inputs so that rotated and mirrored copies of a board get the same number.
-
-    Returns int64 [n], numbers from 0.
-    """
+    # Numbers the inputs, int64 [n], so that rotated and mirrored copies of a board get the same number.
     apply = find_augmentation("square").apply
     images = [
         apply(inputs, np.full((len(inputs), 1), number, np.uint8), None) for number in range(NUM_DIHEDRAL)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dataset.kinds.evaluator import RowEvaluator
-from dataset.kinds.kind import FAINT, Kind, Puzzle, Rules, Style
+from dataset.kinds.kind import FAINT, Kind, Puzzle, Style
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
     Box,
@@ -48,7 +48,7 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[st
     """Checks by the rules whether answers to Sudokus are right. Returns {"valid": bool [n]}.
 
     Every row, column and box must contain each digit once. The clues of the input must not be changed.
-    inputs, preds: Puzzles and answers, tokens [n, seq_len]. box: (rows, columns) of a box.
+    inputs, preds: Puzzles and answers, tokens [n, seq_len].
     """
     is_digit = (preds >= _DIGIT_1) & (preds < _DIGIT_1 + box[0] * box[1])
     digits = np.where(is_digit, preds - (_DIGIT_1 - 1), 0).astype(np.uint8)
@@ -110,11 +110,11 @@ def _puzzle(grid: GridText) -> SudokuPuzzle:
         None if grid.answer is None else np.array([SYMBOLS.find(cell) for cell in grid.answer]) + _DIGIT_1
     )
     tokens = np.where(digits > 0, digits + _DIGIT_1 - 1, _EMPTY).astype(np.uint8)
-    return SudokuPuzzle(tokens, vocab_size=_DIGIT_1 + size, rules=_rules(box), solution=answer, box=box)
 
+    def obeys_rules(inputs: np.ndarray, preds: np.ndarray) -> np.ndarray:
+        return check_answers(inputs, preds, box=box)["valid"]
 
-def _rules(box: Box) -> Rules:
-    return lambda inputs, preds: check_answers(inputs, preds, box=box)["valid"]
+    return SudokuPuzzle(tokens, vocab_size=_DIGIT_1 + size, rules=obeys_rules, solution=answer, box=box)
 
 
 def _make_up(metadata: Metadata, count: int) -> Sequence[np.ndarray]:

@@ -9,7 +9,6 @@ command gives the same bytes on every machine.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import math
@@ -22,7 +21,8 @@ import numpy as np
 from dataset.build import sources
 from dataset.build.generation import draw_distinct
 from dataset.build.splits import GENERATE, build_puzzles, check_count
-from dataset.kinds.sudoku import generate, rules, symmetries
+from dataset.kinds.sudoku import generate, rules
+from dataset.kinds.sudoku.symmetries import draw_symmetries
 from dataset.kinds.sudoku.texts import EMPTY_CELLS, SYMBOLS, in_symbols, is_grid_of, read_grids
 from dataset.randomness import BitStream, random_bits
 from runtime.command_line import integer, matching, number, refuse_options
@@ -92,11 +92,8 @@ def check_options(options: argparse.Namespace) -> None:
 
 def build(options: argparse.Namespace) -> None:
     box, seed, least, clues = rules.BOXES[options.box], options.seed, options.min_difficulty, options.easier
-    num_examples = 2 if clues else 1
-
-    def draw_transforms(num_groups: int) -> np.ndarray:
-        return _draw_transforms(num_groups, options.num_aug, num_examples=num_examples, box=box, seed=seed)
-
+    numbers = {"num_aug": options.num_aug, "num_examples": 2 if clues else 1}
+    draw_transforms = functools.partial(_draw_transforms, **numbers, box=box, seed=seed)
     build_puzzles(
         options,
         kind="sudoku",
@@ -105,7 +102,7 @@ def build(options: argparse.Namespace) -> None:
         augmentation="sudoku",
         read=lambda files: [_read(path, box=box, options=options) for path in files],
         generate=lambda: _generate(options, box=box),
-        make_easier=(lambda train: _make_easier(train, clues=clues, seed=seed)) if clues else None,
+        make_easier=functools.partial(_make_easier, clues=clues, seed=seed) if clues else None,
         draw_transforms=draw_transforms if options.num_aug else None,
         has_several=functools.partial(_has_several_solutions, box=box),
     )
@@ -134,7 +131,7 @@ def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarra
     )
     if least is not None:
         for split, puzzles in (("train", train), ("test", test)):
-            ratings = [rules.find_and_count(puzzle, box=box)[1] for puzzle in puzzles[:, 0].tolist()]
+            ratings = [rules.find_solutions(puzzle, box=box)[1] for puzzle in puzzles[:, 0].tolist()]
             quantiles = np.quantile(ratings, [0, 0.1, 0.5, 0.9, 1], method="lower").tolist()
             words = "least {}, tenth {}, median {}, nine tenths {}, most {}".format(*quantiles)
             print(f"{split}: guesses of the solver: {words}")
@@ -169,12 +166,9 @@ def _draw(
 
 
 def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
-    """Adds random clues to the inputs of training examples.
+    """Returns the inputs of training pairs with random clues added: uint8 [n, cells].
 
-    Returns the new inputs, uint8 [n, cells].
-
-    train: Examples (input, label), uint8 [n, 2, cells]. clues: Minimum and maximum number of clues of a new
-    input. An input that has more clues is not changed.
+    clues: Minimum and maximum number of clues of a new input. An input that has more clues is not changed.
     """
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
@@ -185,23 +179,18 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
 
 
 def _draw_transforms(
-    num_groups: int, num_aug: int, *, num_examples: int, box: rules.Box, seed: int
+    num_groups: int, *, num_aug: int, num_examples: int, box: rules.Box, seed: int
 ) -> np.ndarray:
-    """Samples transforms that make augmented copies of each puzzle: uint8 [num_groups, 1 + num_aug, bytes].
+    """Samples the transforms of each puzzle's variants: uint8 [num_groups, 1 + num_aug, bytes].
 
-    The first transform of each puzzle changes nothing. Raises ValueError if all copies together have too many
-    examples.
-
-    num_groups: Number of puzzles. num_aug: Number of copies of each puzzle. num_examples: Number of examples
-    of each puzzle.
+    The first transform of each puzzle changes nothing.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
-    width, first = symmetries.bits_per_symmetry(box), symmetries.no_symmetry(box)
-    transforms = np.empty((num_groups, 1 + num_aug, len(first)), np.uint8)
-    transforms[:, 0] = first
+    lines = np.arange(box[0] * box[1])
+    transforms = np.empty((num_groups, 1 + num_aug, 1 + 3 * len(lines)), np.uint8)
+    transforms[:, 0] = [0, *lines, *lines, *(lines + 1)]
     for group in range(num_groups):
-        bits = random_bits(seed, stream=_AUGMENT, index=group, count=num_aug * width)
-        transforms[group, 1:] = symmetries.draw_symmetries(bits.reshape(num_aug, width), box=box)
+        transforms[group, 1:] = draw_symmetries(seed, stream=_AUGMENT, index=group, count=num_aug, box=box)
     return transforms
 
 
@@ -217,17 +206,15 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
         check = functools.partial(sources.expect, path, lines)
         remark = f". Check --box {box[0]}x{box[1]}"
         form = {"num_cells": size**2, "token_of": _DIGIT_OF, "remark": remark}
-        is_solved = "answer" not in columns
-        if is_solved:
-            (questions,) = sources.parse_grids(
-                {"question": columns["question"]}, check, largest=[size], **form
-            )
-            answers = np.zeros_like(questions)
-            for row, question in enumerate(questions.tolist()):
-                answers[row] = _solve(question, box=box, where=f"{path}:{lines[row]}")
-            num_solved += len(answers)
+        texts = {name: columns[name] for name in names[:2] if name in columns}
+        questions, *parsed = sources.parse_grids(texts, check, largest=[size] * len(texts), **form)
+        if parsed:
+            (answers,) = parsed
         else:
-            questions, answers = sources.parse_grids(columns, check, largest=(size, size), **form)
+            numbered = zip(lines, questions.tolist(), strict=True)
+            solved = [_solve(question, box=box, where=f"{path}:{line}") for line, question in numbered]
+            answers = np.array(solved, np.uint8)
+            num_solved += len(answers)
         check((answers > 0).all(axis=1), "the answer has an empty cell")
         check(rules.are_solved(answers, box=box), "the answer repeats a digit in a row, a column or a box")
         agrees = ((questions == 0) | (questions == answers)).all(axis=1)
@@ -251,8 +238,7 @@ def _tables(
 
     If the file contains no answers, there is no column "answer".
 
-    names: Columns to read, ["question", "answer"] and maybe "rating". num_cells: Number of cells of a Sudoku.
-    column_names: Value of the option --columns, or None.
+    names: Columns to read, ["question", "answer"] and maybe "rating". column_names: As in `read_columns`.
     """
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)
@@ -273,13 +259,13 @@ def _tables(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     for has_answer, some in itertools.groupby(grids, key=lambda grid: grid.answer is not None):
-        lines, questions, answers = zip(*map(dataclasses.astuple, some), strict=True)
+        lines, questions, answers = zip(*some, strict=True)
         yield lines, {"question": questions} | ({"answer": answers} if has_answer else {})
 
 
 def _solve(question: list[int], *, box: rules.Box, where: str) -> list[int]:
     try:
-        solutions = rules.find_solutions(question, box=box)
+        solutions, _ = rules.find_solutions(question, box=box)
     except rules.TooHardError as error:
         raise ValueError(f"{where}: {error}") from None
     if len(solutions) != 1:

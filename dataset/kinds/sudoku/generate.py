@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataset.kinds.sudoku.rules import Box, TooHardError, boards_of, digits_of, find_and_count, search_boards
+from dataset.kinds.sudoku.rules import Box, TooHardError, boards_of, digits_of, find_solutions, search_boards
 from dataset.randomness import BitStream, random_below, random_bits, random_orders
 
 # The number of different minimal puzzles, counted over all clue sets of all 4x4 grids. Up to symmetry, there
@@ -32,9 +32,8 @@ def generate_puzzle(
     The puzzle is minimal: without any one of its clues, it has several solutions. Puzzles larger than 9x9 may
     have clues that are not needed.
 
-    seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`. box: (rows,
-    columns) of a box. clues: Range of the number of clues. If the minimal puzzle has fewer, random clues are
-    added. If it has more, returns None.
+    seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`. clues: Allowed
+    numbers of clues. If the minimal puzzle has fewer, random clues are added. If it has more, returns None.
     """
     size, num_cells, every_digit = boards_of(box)[:3]
     bits = random_bits(seed, stream=stream, index=index, count=num_cells * (size + 2) + 1)
@@ -74,15 +73,14 @@ def make_harder(
     Returns the digits of the new puzzle, or None if the search gives up. The puzzle still has exactly one
     solution, the given one.
 
-    question: Digits of the puzzle, 0 for an empty cell. grid: Digits of its solution. box: (rows, columns) of
-    a box. bits: Source of random numbers.
+    question: Digits of the puzzle. grid: Digits of its solution. bits: Source of random numbers.
     """
 
     def draw(cells: list[int]) -> int:
         return cells[random_below(bits.read(1), len(cells)).item()]
 
     try:
-        rating, misses = find_and_count(question, box=box)[1], 0
+        rating, misses = find_solutions(question, box=box)[1], 0
     except TooHardError:
         return None
     most_clues = sum(digit > 0 for digit in question) + _MORE_CLUES
@@ -96,7 +94,7 @@ def make_harder(
         changed[removed] = 0
         for _ in range(3 if len(clues) < most_clues else 2):
             try:
-                found, guesses = find_and_count(changed, box=box, limit=_OTHERS)
+                found, guesses = find_solutions(changed, box=box, limit=_OTHERS)
             except TooHardError:
                 break
             if len(found) == 1:
@@ -125,9 +123,9 @@ def with_more_clues(
 
     Returns None if the puzzle has more clues than the largest number in `clues`.
 
-    question: Digits of the puzzle, 0 for an empty cell. grid: Digits of its solution. clues: Allowed numbers
-    of clues, such as range(32, 41). One of those that are not smaller than the present number is selected at
-    random. bits: Random integers, uint64 [1 + cells].
+    question: Digits of the puzzle. grid: Digits of its solution. clues: Allowed numbers of clues, such as
+    range(32, 41). One of those that are not smaller than the present number is selected at random. bits:
+    Random integers, uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [count for count in clues if count >= num_clues]

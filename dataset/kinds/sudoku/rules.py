@@ -28,10 +28,7 @@ class TooHardError(ValueError):
 
 @functools.cache
 def unit_cells(box: Box) -> np.ndarray:
-    """Returns the indices of the cells of each row, then of each column, then of each box.
-
-    The result has shape [3 * n, n], for n digits. box: (rows, columns) of a box.
-    """
+    """Returns the indices of the cells of each row, then of each column, then of each box: [3 * n, n]."""
     rows, columns = box
     size = rows * columns
     cells = np.arange(size * size)
@@ -42,7 +39,7 @@ def unit_cells(box: Box) -> np.ndarray:
 def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
     """Returns for each grid whether every row, column and box contains each digit once: bool [count].
 
-    grids: Digits, [count, cells]. box: (rows, columns) of a box.
+    grids: Digits, [count, cells].
     """
     units = unit_cells(box)
     digit_bits = np.left_shift(1, grids, dtype=np.uint32)
@@ -53,36 +50,26 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
     return (held == every_digit).all(axis=1)
 
 
-def find_solutions(
-    question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
-) -> list[list[int]]:
-    """Returns up to `limit` solutions of a Sudoku, each a list of digits.
+def find_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> tuple[list[list[int]], int]:
+    """Returns up to `limit` solutions of a Sudoku, and the number of guesses that the solver needed.
 
-    Raises TooHardError if the solver needs more than `most_guesses` guesses. question: Digits row by row, 0
-    for an empty cell. box: (rows, columns) of a box.
+    For a Sudoku with one solution, the number of guesses is its difficulty rating. Raises TooHardError after
+    10,000 guesses.
     """
-    return find_and_count(question, box=box, limit=limit, most_guesses=most_guesses)[0]
-
-
-def find_and_count(
-    question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
-) -> tuple[list[list[int]], int]:
-    """Returns the result of `find_solutions`, and the number of guesses that the solver needed.
-
-    For a Sudoku with one solution, this number is its difficulty rating.
-    """
-    guesses = iter(range(most_guesses))
-    found = itertools.islice(search_boards(_candidates(question, box), box, guesses=guesses), limit)
-    return [digits_of(solution, box) for solution in found], next(guesses, most_guesses)
+    boards, guesses = boards_of(box), iter(range(_MOST_GUESSES))
+    empty = sum(1 << cell for cell, digit in enumerate(question) if not digit)
+    clues = sum(1 << (digit - 1) * boards.num_cells + cell for cell, digit in enumerate(question) if digit)
+    board = empty * boards.every_digit | clues
+    found = [*itertools.islice(search_boards(board, box, guesses=guesses), limit)]
+    return [digits_of(solution, box) for solution in found], next(guesses, _MOST_GUESSES)
 
 
 def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
     """Returns the number of solutions of a Sudoku. Stops counting at `limit`.
 
-    Raises TooHardError after too many guesses. question: Digits row by row, 0 for an empty cell. box: (rows,
-    columns) of a box.
+    Raises TooHardError after too many guesses.
     """
-    return len(find_solutions(question, box=box, limit=limit))
+    return len(find_solutions(question, box=box, limit=limit)[0])
 
 
 class _Boards(NamedTuple):
@@ -139,13 +126,6 @@ def boards_of(box: Box) -> _Boards:
     )
 
 
-def _candidates(question: Sequence[int], box: Box) -> int:
-    boards = boards_of(box)
-    empty = sum(1 << cell for cell, digit in enumerate(question) if not digit)
-    clues = sum(1 << (digit - 1) * boards.num_cells + cell for cell, digit in enumerate(question) if digit)
-    return empty * boards.every_digit | clues
-
-
 def digits_of(solution: int, box: Box) -> list[int]:
     """Converts a solved board (an integer, see `_Boards`) to digits, row by row."""
     size, num_cells = boards_of(box)[:2]
@@ -175,7 +155,6 @@ def search_boards(
 
     Args:
         board: Board with the digits that each cell may hold.
-        box: (rows, columns) of a box.
         digit_orders: For each cell, the digits from 0 in the order in which the solver guesses them. If None,
             it guesses in a fixed order, and may also guess the cell of a digit.
         unplaced: Cells to solve, as an integer with one bit for each cell. Other cells have one digit, which

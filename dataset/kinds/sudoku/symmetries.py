@@ -4,21 +4,22 @@ import numpy as np
 
 from dataset.augmentations import sudoku_parts
 from dataset.kinds.sudoku.rules import Box
-from dataset.randomness import random_orders
+from dataset.randomness import random_bits, random_orders
 
 
-def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
+def draw_symmetries(seed: int, *, stream: int, index: int, count: int, box: Box) -> np.ndarray:
     """Samples transforms that exchange rows, columns and digits of a Sudoku and keep it valid.
 
     If boxes are squares, a transform may also transpose the grid. Returns uint8 [count, 1 + 3 n], for n
     digits. `dataset.augmentations.sudoku_parts` describes these bytes.
 
-    bits: Random integers, uint64 [count, bits_per_symmetry(box)]. box: (rows, columns) of a box.
+    seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`.
     """
     rows, columns = box
-    count, size = len(bits), rows * columns
-    ends = np.cumsum([1, columns, rows, size, size])
-    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(bits, ends, axis=1)
+    size = rows * columns
+    ends = np.cumsum([1, columns, rows, size, size, size])
+    bits = random_bits(seed, stream=stream, index=index, count=count * ends[-1]).reshape(count, ends[-1])
+    coin, bands, stacks, in_bands, in_stacks, relabel = np.split(bits, ends[:-1], axis=1)
     transforms = np.zeros((count, 1 + 3 * size), np.uint8)
     transposes, row_order, column_order, digits = sudoku_parts(transforms)
     if rows == columns:
@@ -29,23 +30,10 @@ def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
     return transforms
 
 
-def no_symmetry(box: Box) -> np.ndarray:
-    """Returns the transform that leaves a Sudoku unchanged: uint8 [1 + 3 n], for n digits."""
-    lines = range(box[0] * box[1])
-    return np.array([0, *lines, *lines, *(line + 1 for line in lines)], np.uint8)
-
-
-def bits_per_symmetry(box: Box) -> int:
-    rows, columns = box
-    return 1 + rows + columns + 3 * rows * columns
-
-
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Samples orders of the rows of a Sudoku that keep each band together.
+    """Samples orders of rows that keep each band (row of boxes) together: int64 [count, rows].
 
-    A band is a row of boxes. Example: for 3x3 boxes, rows 0 to 2 are a band. Returns int64 [count, rows].
-    Entry i of an order is the number of the row that moves to row i. The function also samples orders of
-    columns, with stacks (columns of boxes) in place of bands.
+    Entry i of an order is the number of the row that moves to row i. Columns work the same.
 
     blocks: Random integers for the order of the bands, uint64 [count, bands]. in_blocks: Random integers for
     the order of the rows within each band, uint64 [count, bands, rows of a band].

@@ -5,11 +5,11 @@ accepted are letters only (A is 1), 0 to F, and numbers separated by spaces. An 
 `EMPTY_CELLS`.
 """
 
-import dataclasses
 import math
 import re
 import string
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from dataset.kinds.sudoku.rules import BOXES, Box
 
@@ -24,8 +24,7 @@ _BETWEEN = re.compile(r"[\s,;:|]+")
 _TITLE = re.compile(r"(?:grid|puzzle|sudoku|board|game|no)\W*\d*\W*", re.IGNORECASE)
 
 
-@dataclasses.dataclass(frozen=True)
-class GridText:
+class GridText(NamedTuple):
     """A Sudoku that was found in a text.
 
     Attributes:
@@ -46,8 +45,7 @@ def in_symbols(*texts: str, num_cells: int) -> list[str]:
     The digits become 1 to 9, then A to P. An empty cell becomes ".". Example: the digits 0 to F of a 16x16
     grid become 1 to G. Unknown characters stay.
 
-    texts: Grids with the same notation, such as a puzzle and its answer. num_cells: Number of cells of a
-    grid.
+    texts: Grids with the same notation, such as a puzzle and its answer.
     """
     grids = ["".join(_split_cells(text)).upper() for text in texts]
     used = set("".join(grids))
@@ -88,7 +86,7 @@ def read_grids(text: str) -> list[GridText]:
         (cells,) = in_symbols(cells, num_cells=len(cells))
         before = puzzles[-1] if puzzles else None
         if before and before.answer is None and "." in before.cells and _answers(before.cells, cells):
-            puzzles[-1] = dataclasses.replace(before, answer=cells)
+            puzzles[-1] = before._replace(answer=cells)
         else:
             puzzles.append(GridText(line_number, cells))
     return puzzles
