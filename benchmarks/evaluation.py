@@ -31,13 +31,8 @@ from distributed.backend import choose_device, set_cpu_threads
 from distributed.number_format import choose_evaluation_format
 from evaluation.passes import evaluate_split
 
-_TRAINING = (
-    "experiment=demo",
-    "arch.eval_halt_max_steps=16",
-    "eval_interval=null",
-    "sanity_check=false",
-    "epochs=3",
-)
+_TRAINING = ("experiment=demo", "arch.eval_halt_max_steps=16", "eval_interval=null", "epochs=3")
+_TRAINING += ("sanity_check=false",)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -42,4 +42,4 @@ def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
     """
     ratio = config.global_batch_size / config.lr_reference_batch_size
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[config.lr_scaling]
-    return {name: peak * factor for name, peak in config.learning_rates.items()}
+    return {"lr": config.lr * factor, "puzzle_emb_lr": config.puzzle_emb_lr * factor}

@@ -14,7 +14,7 @@ from distributed.mesh import Mesh
 from distributed.shards import Shard, Span, Tensors, part_of_whole, tensor_of
 from distributed.tensor import Cut
 from optimizers.adam_atan2 import AdamATan2
-from optimizers.muon import CutMuon, Muon
+from optimizers.muon import Muon
 
 # Numbers of each rank that are sent with the gradients, or with the changes of weights: sum of losses,
 # gradient norm (only with local steps), stop request (0 or 1).
@@ -269,5 +269,4 @@ def _groups_of(
         parts = {name: tensor_of(flat.owned[name]) for name in matrices}
         options = {"lr": config.lr, "weight_decay": config.weight_decay}
         options["dtype"] = getattr(torch, config.arch.forward_dtype)
-        rule = CutMuon(parts, flat.cuts, tensor, **options) if flat.cuts else Muon(parts.values(), **options)
-        yield ParameterGroup(matrices, rule, flat)
+        yield ParameterGroup(matrices, Muon(parts, flat.cuts, tensor, **options), flat)
