@@ -50,8 +50,8 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
 
     Exits with status 1 if no training of the search has succeeded.
 
-    config: Options of the search, such as the number of trainings. space: Searched config keys with their
-    possible values. run: Config of the trainings. The search replaces the values of the searched keys.
+    space: Searched config keys with their possible values. run: Config of the trainings. The search replaces
+    the values of the searched keys.
     """
     launch_command(config, slot=0)
     folder = open_folder(config)

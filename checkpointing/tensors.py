@@ -41,8 +41,6 @@ def find_files(folder: Path, section: str) -> list[Path]:
 
     The first is the file of full tensors, if it exists. Then comes one file for each rank that saved shards.
     Returns [] if there are none. Raises ValueError if the file of one of these ranks is missing.
-
-    section: Name of the group, such as "optimizer".
     """
     pattern = re.compile(rf"{re.escape(section)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
@@ -116,8 +114,6 @@ def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
 
     Joins the shards of all ranks that saved the checkpoint. Raises ValueError if files are missing, and
     OSError or SafetensorError if a file cannot be read.
-
-    section: Name of the group, such as "weights".
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, section):
@@ -203,8 +199,6 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
 
     Raises ValueError if the group is missing. After the last tensor, raises ValueError if the shards of a
     tensor overlap or leave gaps.
-
-    section: Name of the group, such as "optimizer".
     """
     paths = find_files(folder, section)
     if not paths:
@@ -236,15 +230,11 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
 
 
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
-    """Parses and checks the description of a shard in the metadata of its file.
+    """Parses and checks the description of a shard in the metadata of its file, an untrusted JSON value.
 
-    Returns (spans, shape, is_by_rank). spans: Positions of the shard's elements in the flattened full tensor.
-    shape: Shape of the full tensor. is_by_rank: Whether the full tensor is [ranks, ...], and the shard is the
-    row of one rank. Raises ValueError if the description is damaged.
+    Returns (spans, shape, is_by_rank) as in `_Stored`. Raises ValueError if the description is damaged.
 
-    entry: The description, an untrusted JSON value.
     num_stored: Number of elements that the file stores for this shard.
-    where: Start of the error message.
     """
     try:
         spans, shape, is_by_rank = entry
@@ -290,10 +280,8 @@ def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
     if stored == target:
         return 1, slice(None), slice(None)
     if all(len(spans) == 1 == spans[0].count for spans in (stored, target)):  # contiguous
-        starts, ends = zip(
-            *((span.start, span.start + span.length) for (span,) in (stored, target)), strict=True
-        )
-        begin, end = max(starts), min(ends)
+        starts = [span.start for (span,) in (stored, target)]
+        begin, end = max(starts), min(span.start + span.length for (span,) in (stored, target))
         return (1, *(slice(begin - start, end - start) for start in starts)) if begin < end else None
     unit = math.gcd(*(size for span in stored + target for size in (span.start, span.length, span.stride)))
     numbers = [np.concatenate([_units_of(span, unit) for span in spans]) for spans in (stored, target)]

@@ -73,17 +73,15 @@ _FPRM = _Published(
     constants={"halt_exploration_prob": 0.0, "eval_L_cycles": 1},
     tensors={"L_optimizer.init_vec": "H_init"},
 )
+_TRM_SINGLEZ = _Published("trm_singlez", tensors={"L_init": "H_init"})
+_SERRM = _Published("serrm", unread=("H_layers",), tensors={"Z_init": "H_init"})
 PUBLISHED = {
     "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
     "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
     "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": _Published("trm"),
     "trm.trm@TRM": _Published("trm"),  # in the code of URM
-    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _Published(
-        "trm_singlez", tensors={"L_init": "H_init"}
-    ),
-    "recursive_reasoning.trm_equi@SERRM": _Published(
-        "serrm", unread=("H_layers",), tensors={"Z_init": "H_init"}
-    ),
+    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _TRM_SINGLEZ,
+    "recursive_reasoning.trm_equi@SERRM": _SERRM,
     "urm.urm@URM": _URM,
     "fixed_point_reasoning.fprm@FixedPointReasoningModel_ACTV1": _FPRM,
 }

@@ -342,9 +342,7 @@ Config = TypeVar("Config", bound=pydantic.BaseModel)
 def validate_config(schema: type[Config], values: dict[str, Any], *, where: str = "config") -> Config:
     """Checks values, and returns them as an object of the class `schema`.
 
-    Raises ValueError with one line about one wrong key.
-
-    where: Start of the error message.
+    Raises ValueError with one line about one wrong key. It starts with `where`.
     """
     try:
         return schema.model_validate(values)

@@ -58,7 +58,6 @@ def expand_home(key: str, value: Any) -> Any:
 
     Raises ValueError if the user or the environment variable does not exist.
 
-    key: Config key of the path, for the message.
     value: Path or list of paths. Other values are returned unchanged.
     """
     if isinstance(value, list):

@@ -56,7 +56,6 @@ class Rung:
 
         Example: [["-m", "dataset.build", "sudoku", ..., "--output-dir", "<folder>/data"]].
 
-        folder: Folder for the datasets.
         source: Path of external data. If None, `public`.
         """
         commands = []

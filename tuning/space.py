@@ -57,13 +57,10 @@ class Space:
         for key, distribution in self.parameters.items():
             if isinstance(distribution, CategoricalDistribution):
                 trial.suggest_categorical(key, distribution.choices)
-            else:
-                suggest = (
-                    trial.suggest_int if isinstance(distribution, IntDistribution) else trial.suggest_float
-                )
-                suggest(
-                    key, distribution.low, distribution.high, step=distribution.step, log=distribution.log
-                )
+                continue
+            is_integer = isinstance(distribution, IntDistribution)
+            suggest = trial.suggest_int if is_integer else trial.suggest_float
+            suggest(key, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
 
     def combinations(self) -> list[dict[str, Any]]:
         """Returns all combinations of values, each as {hyper-parameter: value}.
@@ -71,10 +68,8 @@ class Space:
         Raises ValueError if a hyper-parameter has a continuous interval or a logarithmic scale, because these
         have no list of values.
         """
-        values = {key: _grid_values(key, distribution) for key, distribution in self.parameters.items()}
-        return [
-            dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())
-        ]
+        values = [_grid_values(key, distribution) for key, distribution in self.parameters.items()]
+        return [dict(zip(self.parameters, chosen, strict=True)) for chosen in itertools.product(*values)]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
         """Converts the values of a trial to texts for a command line: {hyper-parameter: text}.
@@ -85,9 +80,7 @@ class Space:
         """
         if self.parameters.keys() - values.keys():
             return {}
-        return {
-            key: _written(key, distribution, values[key]) for key, distribution in self.parameters.items()
-        }
+        return {key: _written(key, each, values[key]) for key, each in self.parameters.items()}
 
     def overrides(self, values: dict[str, str]) -> list[str]:
         return [*self.fixed, *(f"{key}={value}" for key, value in values.items())]
@@ -104,11 +97,8 @@ class Space:
         """
         extremes = {}
         for key, distribution in self.parameters.items():
-            values = (
-                distribution.choices
-                if isinstance(distribution, CategoricalDistribution)
-                else (distribution.low, distribution.high)
-            )
+            is_list = isinstance(distribution, CategoricalDistribution)
+            values = distribution.choices if is_list else (distribution.low, distribution.high)
             extremes[key] = [_written(key, distribution, value) for value in values]
         for key, values in extremes.items():
             for value in values:
@@ -134,10 +124,8 @@ def _grid_values(key: str, distribution: BaseDistribution) -> Sequence[Any]:
         raise ValueError(
             f"config: sampler=grid needs a list of values for {key}. Set {example}, for example."
         )
-    return [
-        distribution.low + index * distribution.step
-        for index in range(round((distribution.high - distribution.low) / distribution.step) + 1)
-    ]
+    count = round((distribution.high - distribution.low) / distribution.step) + 1
+    return [distribution.low + index * distribution.step for index in range(count)]
 
 
 def _written(key: str, distribution: BaseDistribution, value: Any) -> str:
