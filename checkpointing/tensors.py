@@ -73,7 +73,6 @@ def load_into_(
     (`Shard.is_by_rank`), for example the optimizer state with local_steps > 1. If the number of ranks has
     changed, every rank loads the mean of the values that the ranks saved.
 
-    section: Name of a section (a group of tensors) of the checkpoint, such as "optimizer".
     targets: {name: full tensor or shard} on this rank, changed in place. If empty, nothing is read.
     is_optional: Whether the section may be missing. The targets then do not change.
     remote_names: Ends of names. A stored tensor whose name ends with one of them may be missing in `targets`,
@@ -139,25 +138,16 @@ def _shape_of(tensor: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A full tensor or a shard in an open safetensors file of a checkpoint.
-
-    Attributes:
-        key: Name of the tensor.
-        spans: Positions of the shard's elements in the flattened full tensor. None for a full tensor.
-        shape: Shape of the full tensor.
-        is_by_rank: Whether the full tensor is [ranks, ...], and each rank that saved the checkpoint wrote its
-            own row. The shard is then this row. Example: with local_steps > 1, each rank has its own
-            optimizer state.
-        file: The open file.
-        folder: Folder of the checkpoint, for messages.
-    """
+    """A full tensor or a shard in an open safetensors file of a checkpoint."""
 
     key: str
-    spans: Spans | None
-    shape: tuple[int, ...]
+    spans: Spans | None  # positions of the shard's elements in the flattened full tensor; None: full tensor
+    shape: tuple[int, ...]  # of the full tensor
+    # Whether the full tensor is [ranks, ...], and the shard is the row of the rank that wrote it. Example:
+    # with local_steps > 1, each rank has its own optimizer state.
     is_by_rank: bool
     file: safe_open
-    folder: Path
+    folder: Path  # of the checkpoint, for messages
 
     def read(self) -> Tensor:
         return self.file.get_tensor(self.key)
@@ -171,7 +161,6 @@ class _Stored(NamedTuple):
 
         Raises ValueError if the shape of the full tensor or the dtype differs.
 
-        target: Full tensor, or the shard that this rank holds.
         weight: Weight of the stored values in the result: target += weight * (stored - target).
         casts: Whether the stored floating-point dtype may differ from that of `target`.
         """

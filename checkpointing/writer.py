@@ -67,7 +67,6 @@ class CheckpointWriter:
         Waits for the previous save first. Does nothing if step_<N> exists. All ranks call it. A failure only
         causes a warning.
 
-        step: Training step <N>.
         sections: {name of a group of tensors, such as "optimizer": {name: full tensor or shard}}. Rank 0
             writes the full tensors.
         contents: {file name, such as "state.json": content} of files that the thread also writes. Empty

@@ -39,15 +39,10 @@ _MAX_TRIES = 16  # maximum number of combinations tried to find a valid one with
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The hyper-parameters of a search, and their possible values.
+    """The hyper-parameters of a search, and their possible values."""
 
-    Attributes:
-        parameters: {key of the config: its possible values, as a distribution of Optuna}.
-        fixed: The other arguments of pretrain.py, equal in every trial.
-    """
-
-    parameters: dict[str, BaseDistribution]
-    fixed: tuple[str, ...]
+    parameters: dict[str, BaseDistribution]  # {key of the config: its possible values}
+    fixed: tuple[str, ...]  # the other arguments of pretrain.py, equal in every trial
 
     def draw(self, trial: Trial) -> None:
         """Lets Optuna choose a value for each hyper-parameter of a trial.
@@ -75,8 +70,6 @@ class Space:
         """Converts the values of a trial to texts for a command line: {hyper-parameter: text}.
 
         Returns {} if a hyper-parameter has no value. Raises ValueError if a value is not in the search space.
-
-        values: {hyper-parameter: value that Optuna chose}.
         """
         if self.parameters.keys() - values.keys():
             return {}
@@ -224,11 +217,9 @@ def _distribution(override: Override) -> BaseDistribution:
 
 
 def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
-    """Returns the (lowest value, highest value, step) of a range on the command line.
+    """Returns (lowest value, highest value, step) of a range, such as (1, 3, 1) for range(1,4).
 
-    Example: (1, 3, 1) for range(1,4). Raises ValueError if the range is empty.
-
-    argument: The argument, for the message.
+    Raises ValueError if the range is empty.
     """
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0  # with floats, rounding could add a value
@@ -242,10 +233,9 @@ def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
     """Returns the text of a YAML file that sets the given keys.
 
-    `pretrain.py experiment=NAME` can read the file.
+    `pretrain.py experiment=NAME` can read the file. It starts with `comment`.
 
     overrides: Arguments key=value. Options such as --config-dir are left out.
-    comment: Text that becomes a comment at the start of the file.
     """
     values, experiments, groups = OmegaConf.create(), [], {}
     for override in _overrides_in(overrides):

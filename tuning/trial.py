@@ -32,12 +32,11 @@ class Trial:
     The trainings are child processes, one after the other. If the caller sets `is_stopped` to True, the
     current training saves a checkpoint and ends.
 
-    Args:
-        drawn: Trial of Optuna with the chosen values.
-        commands: {run folder: command that starts or continues the training}.
-        selection: Metric by which trainings are compared, and whether a low or a high value is better.
-        max_steps: Step at which each training ends. If None, it ends after all steps of its config.
-        cores: CPU cores of the trainings. If None, all cores.
+    drawn: Trial of Optuna with the chosen values.
+    commands: {run folder: command that starts or continues the training}.
+    selection: Metric by which trainings are compared.
+    max_steps: Step at which each training ends. If None, it ends after all steps of its config.
+    cores: CPU cores of the trainings. If None, all cores.
     """
 
     is_stopped = is_pruned = False
