@@ -173,7 +173,7 @@ def _compose(
                     of_arch = [text for text in translated if text.startswith(("arch=", "hydra."))]
                     defaults = OmegaConf.to_container(compose(schema.YAML, of_arch).arch, resolve=True)
                     text = _leave_out_of_experiment(composed, set(chosen_keys), defaults, usual=usual)
-                    if notice is not None and text:
+                    if notice and text:
                         notice(text)
     return composed
 

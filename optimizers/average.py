@@ -79,10 +79,10 @@ class DenseAverage(Average):
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
         self._flats, self._rate, self._corrects_bias = flats, rate, corrects_bias
         self._shards = [flat.average_shards() for flat in flats]
-        with_shards = zip(flats, self._shards, strict=True)
-        self._local_shards = [shards[flat.ranks.index] for flat, shards in with_shards]
-        with_shards = zip(flats, self._local_shards, strict=True)
-        self._averages = [flat.zeros(flat.around(shard)) for flat, shard in with_shards]
+        self._local_shards, self._averages = [], []
+        for flat, shards in zip(flats, self._shards, strict=True):
+            self._local_shards.append(shards[flat.ranks.index])
+            self._averages.append(flat.zeros(flat.around(self._local_shards[-1])))
         self.reset_to_weights()
 
     def reset_to_weights(self) -> None:

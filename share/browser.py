@@ -59,15 +59,11 @@ _REMEDY = f"Set runtime=FOLDER to a folder with the files of the npm package {PA
 
 @dataclasses.dataclass(frozen=True)
 class Exhibit:
-    """A model on the web page.
+    """A model on the web page."""
 
-    name   name of the model's folder in the page
-    facts  facts that the page shows and needs: size of the grid, puzzles to solve, and others
-    """
-
-    name: str
+    name: str  # name of the model's folder in the page
     model: HaltingModel
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # what the page shows and needs: size of the grid, puzzles to solve, and others
 
     @property
     def listed(self) -> dict[str, Any]:
