@@ -23,7 +23,7 @@ from benchmarks.harness import benchmark_parser, fail, measurement, positive
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.loader import Batch
-from dataset.metadata import Metadata
+from dataset.metadata import Metadata, usual_metadata
 from distributed.backend import choose_device, process_group, set_cpu_threads
 from distributed.collectives import barrier, broadcast_object
 from distributed.errors import local_errors
@@ -237,7 +237,7 @@ class Trainer:
         config = compose_overrides(PretrainConfig, [*defaults, *overrides])
         number_format = broadcast_object(find_format(config).name)  # ranks may have different processors
         self.config = with_format(config, number_format)
-        self.metadata = metadata(rows=rows, seq_len=seq_len)
+        self.metadata = usual_metadata(vocab_size=11, seq_len=seq_len, num_puzzle_identifiers=rows)
         options = {"device": device, "total_steps": TOTAL_STEPS}
         self.state = build_first_state(self.config, self.metadata, **options)
         self.state.model.train()
@@ -271,13 +271,6 @@ class Trainer:
 
 def model_sizes(options: argparse.Namespace) -> tuple[str, ...]:
     return TINY if options.quick else ()  # (): HRM with 27 M weights
-
-
-def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
-    """Returns the metadata of a synthetic dataset like 9x9 Sudoku, with `rows` puzzle embeddings."""
-    sizes = {"vocab_size": 11, "seq_len": seq_len, "num_puzzle_identifiers": rows, "total_groups": 1}
-    ids = {"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0}
-    return Metadata(**sizes, **ids, mean_puzzle_examples=1.0, sets=("all",))
 
 
 def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
