@@ -40,9 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "Compares evaluations with halting=act (the model halts puzzles) and halting=max (all steps)."
     )
     parser = benchmark_parser("evaluation", description=description, rounds=5)
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="PATH", help="checkpoint to evaluate (default: train one first)"
-    )
+    checkpoint = "checkpoint to evaluate (default: train one first)"
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help=checkpoint)
     options = parse(parser, argv)
     set_cpu_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:

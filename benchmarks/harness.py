@@ -59,18 +59,14 @@ def benchmark_parser(
     threads: Default number of threads per process, or "auto".
     """
     parser = OneLineParser(f"benchmarks.{name}", description=description)
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="device (default: %(default)s)"
-    )
+    device = "device (default: %(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
     of_rounds = f"number of rounds (default: {'%(default)s' if rounds else 'depends on the time of a round'})"
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
     of_each = "threads per process. auto: OMP_NUM_THREADS, else cores / processes (default: %(default)s)"
     parser.add_argument("--threads", default=threads, metavar="N", help=of_each)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="run a tiny workload to check that the benchmark works. The times are meaningless",
-    )
+    quick = "run a tiny workload to check that the benchmark works. The times are meaningless"
+    parser.add_argument("--quick", action="store_true", help=quick)
     return parser
 
 

@@ -167,10 +167,8 @@ class Rerun:
         and to train up to this step.
         """
         *before, last = (Clock(run.parent / "clock.json") for run, _ in self._trainings(seed))
-        rows, began = (
-            read_run(self.run_folder(seed)).rows,
-            data_seconds + sum(each.seconds for each in before),
-        )
+        rows = read_run(self.run_folder(seed)).rows
+        began = data_seconds + sum(clock.seconds for clock in before)
         when = {step: {"seconds": round(began + seconds, 1)} for step, seconds in last.times.items()}
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
