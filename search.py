@@ -50,8 +50,8 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
 
     Exits with status 1 if no training of the search has succeeded.
 
-    config: Options of the search, such as the number of trainings. space: Searched config keys with their
-    possible values. run: Config of the trainings. The search replaces the values of the searched keys.
+    space: Searched config keys with their possible values. run: Config of the trainings. The search replaces
+    the values of the searched keys.
     """
     launch_command(config, slot=0)
     folder = open_folder(config)
@@ -90,8 +90,6 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
     best.yaml contains the values of the searched config keys. For a grid search, writes tables of all
     complete trainings instead. If no training has succeeded and no signal stopped the search, exits with
     status 1.
-
-    is_stopped: Whether a signal stopped the search.
     """
     folder, best = folder_of(config), study.best()
     outcome, hint = ("stopped", " To continue, run the same command.") if is_stopped else ("done", "")
@@ -117,8 +115,6 @@ def write_grid(study: Study, folder: Path) -> None:
     """Writes tables that compare all complete trainings of a grid search: table.md, table.tex and table.csv.
 
     Also prints the table. With at least two trainings, also writes a web page, comparison.html.
-
-    folder: Folder that contains the trainings, and gets the new files.
     """
     runs = [folder / f"trial_{trial.number}" for trial in study.trials if trial.state == TrialState.COMPLETE]
     runs = [run for trial_folder in runs for run in (sorted(trial_folder.glob("seed_*")) or [trial_folder])]

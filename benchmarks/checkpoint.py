@@ -37,9 +37,8 @@ Turn = tuple[float, float, float]  # seconds: stall, saved, loaded
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("checkpoint", description="Times saving and loading of checkpoints.", rounds=5)
-    parser.add_argument(
-        "--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)"
-    )
+    folder = "folder on the disk to measure (default: the temporary folder)"
+    parser.add_argument("--folder", type=Path, help=folder)
     rows = "number of puzzle embeddings in the large table (default: %(default)s)"
     parser.add_argument("--rows", type=positive, default=1_000_000, metavar="N", help=rows)
     options = parse(parser, argv)

@@ -31,13 +31,8 @@ from distributed.backend import choose_device, set_cpu_threads
 from distributed.number_format import choose_evaluation_format
 from evaluation.passes import evaluate_split
 
-_TRAINING = (
-    "experiment=demo",
-    "arch.eval_halt_max_steps=16",
-    "eval_interval=null",
-    "sanity_check=false",
-    "epochs=3",
-)
+_TRAINING = ("experiment=demo", "arch.eval_halt_max_steps=16", "eval_interval=null", "epochs=3")
+_TRAINING += ("sanity_check=false",)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,9 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "Compares evaluations with halting=act (the model halts puzzles) and halting=max (all steps)."
     )
     parser = benchmark_parser("evaluation", description=description, rounds=5)
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="PATH", help="checkpoint to evaluate (default: train one first)"
-    )
+    checkpoint = "checkpoint to evaluate (default: train one first)"
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help=checkpoint)
     options = parse(parser, argv)
     set_cpu_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:

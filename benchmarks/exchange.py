@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -52,11 +53,9 @@ _LOCAL_STEPS = (8, 32)
 
 
 class _Exchange:
-    """Several models in training, which sum gradients over ranks with different methods.
+    """Several models in training, which sum gradients over ranks with different methods, `ways`.
 
-    The benchmark times the functions in the dict `turns`, {name of the method: function}.
-
-    ways: Names of the methods, such as "flat" or "ddp".
+    turns: {name of the method, such as "flat": training step}.
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):
@@ -101,10 +100,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--at-least applies only under torchrun. For one machine, run benchmarks.scaling.")
     if options.processes == 1:
         parser.error("--processes 1: this benchmark needs several processes. Pass --processes 2 or more.")
-    _measure_exchange(options)
-
-
-def _measure_exchange(options: argparse.Namespace) -> None:
     processes = options.processes
     is_in_memory = options.device == "cpu" and not options.line
     ways = [way for way in _EXCHANGES if way != "shared" or is_in_memory]
@@ -117,18 +112,10 @@ def _measure_exchange(options: argparse.Namespace) -> None:
     copy, rarely = times.pop("copy", None), times.pop("rarely")
     alone, rows, result = times["alone"], [], {}
     for num in _LOCAL_STEPS:
-        seconds = [
-            ((num - 1) * step_time + last) / num
-            for step_time, last in zip(alone.times, rarely.times, strict=True)
-        ]
+        seconds = ((num - 1) * np.asarray(alone.times) + rarely.times) / num
         times[f"local_steps_{num}"] = measurement(seconds)
     added = {
-        name: measurement(
-            [
-                max(1e-6, step_time - alone_time)
-                for step_time, alone_time in zip(measured.times, alone.times, strict=True)
-            ]
-        )
+        name: measurement(np.maximum(np.subtract(measured.times, alone.times), 1e-6))
         for name, measured in times.items()
     }
     for name, measured in times.items():
@@ -156,11 +143,7 @@ def _measure_exchange(options: argparse.Namespace) -> None:
 
 
 def _measure_cluster(options: argparse.Namespace) -> None:
-    """Measures the efficiency of a training on the machines of torchrun. All ranks call it.
-
-    The efficiency is the time of a step without messages, divided by the time of a step. If it is below the
-    option --at-least, ends all ranks with an error.
-    """
+    """Measures the efficiency of a training on the machines of torchrun. All ranks call it."""
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}
     with process_group(device):

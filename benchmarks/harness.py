@@ -55,23 +55,18 @@ def benchmark_parser(
 ) -> OneLineParser:
     """Returns a command-line parser with the options that all benchmarks have, such as --rounds.
 
-    name: Name of the benchmark module, such as "step".
     rounds: Default number of repetitions. If None, the benchmark chooses it.
     threads: Default number of threads per process, or "auto".
     """
     parser = OneLineParser(f"benchmarks.{name}", description=description)
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="device (default: %(default)s)"
-    )
+    device = "device (default: %(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
     of_rounds = f"number of rounds (default: {'%(default)s' if rounds else 'depends on the time of a round'})"
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
     of_each = "threads per process. auto: OMP_NUM_THREADS, else cores / processes (default: %(default)s)"
     parser.add_argument("--threads", default=threads, metavar="N", help=of_each)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="run a tiny workload to check that the benchmark works. The times are meaningless",
-    )
+    quick = "run a tiny workload to check that the benchmark works. The times are meaningless"
+    parser.add_argument("--quick", action="store_true", help=quick)
     return parser
 
 
@@ -93,19 +88,12 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
 
 
 def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
-    """Converts measured times to a `torch.utils.benchmark.Measurement`.
-
-    seconds: Time of each round.
-    repeats: Number of calls in a round. The times are divided by it.
-    """
-    return Measurement(repeats, list(seconds), TaskSpec(stmt="", setup=""))
+    """Converts the times of rounds to a Measurement. Each round made `repeats` calls."""
+    return Measurement(repeats, [*map(float, seconds)], TaskSpec(stmt="", setup=""))
 
 
 def ratio(first: Measurement, second: Measurement) -> float:
-    """Returns the median of `first` / `second` over the rounds.
-
-    2.0 means that `first` takes twice as long as `second`.
-    """
+    """Returns the median over rounds. 2.0 means that `first` takes twice as long as `second`."""
     return float(np.median(np.divide(first.times, second.times)))
 
 
@@ -115,7 +103,6 @@ def cells(found: Measurement, *, unit: float = 1e-3, digits: int = 1) -> list[st
     Example: ["12.3", "11.9 - 13.0"]. The spread is the range from the 10th to the 90th percentile.
 
     unit: Unit of the numbers, in seconds. 1e-3 means milliseconds.
-    digits: Number of decimals.
     """
     low, high = np.percentile(found.times, (10, 90))
     return [f"{found.median / unit:.{digits}f}", f"{low / unit:.{digits}f} - {high / unit:.{digits}f}"]
@@ -169,12 +156,7 @@ def print_report(
 
     Call it after all child processes have ended, because their CPU time is only known then.
 
-    name: Name of the benchmark.
-    options: Options from `parse`.
-    header: Names of the columns of the table.
-    rows: Cells of the table as texts, one list for each row.
-    result: Values for the line of JSON.
-    notes: Lines below the table.
+    header, rows, notes: Head, rows and footer of the table. result: Values for the line of JSON.
     """
     print(name + (" --quick: these times are meaningless" * options.quick))
     print(*table([header, *rows]), *notes, sep="\n")
@@ -224,12 +206,7 @@ def commit() -> str:
 
 # -------------------------------------------------------------------------------------------------- programs
 def program(*arguments: object, processes: int = 1) -> list[str]:
-    """Returns the command that starts a Python program of this repository.
-
-    With several processes, torchrun starts them.
-
-    arguments: Arguments of python, such as "pretrain.py", "experiment=demo".
-    """
+    """Returns the command that starts python with some arguments. torchrun starts several processes."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
     return [sys.executable, *map(str, [*torchrun, *arguments])]
 
@@ -239,12 +216,9 @@ def program_environment(threads: int = 1) -> dict[str, str]:
 
 
 def run_program(*arguments: object, processes: int = 1, threads: int = 1) -> None:
-    """Runs a Python program of this repository to its end.
+    """Runs python with some arguments, such as "pretrain.py", "experiment=demo", to the end.
 
     If it fails, exits this program with a message that contains the last line of its output.
-
-    arguments: Arguments of python, such as "pretrain.py", "experiment=demo".
-    threads: Number of threads in each process.
     """
     finished = subprocess.run(
         program(*arguments, processes=processes),

@@ -33,24 +33,19 @@ from training.state import TrainState
 _OVERRIDES = ("arch.q_target=exact", "arch.forward_dtype=bfloat16", "ema=0.999", "sync=flat")
 _TINY = (*TINY, "arch.H_layers=2", "arch.L_layers=2")
 _RING_SECONDS = 60  # includes the time that NCCL needs to open connections
-# {function of torch.distributed: (index of the message argument, times that each of n ranks sends it)}.
+# {function of torch.distributed: (index of the message argument, times that each of n ranks sends it,
+# purpose)}.
 _COLLECTIVES = {
-    "all_reduce": (0, lambda n: 2 * (n - 1) / n),
-    "isend": (0, lambda n: 1),
-    "all_gather": (1, lambda n: n - 1),
-    "all_gather_single": (0, lambda n: (n - 1) / n),
-    "all_gather_into_tensor": (0, lambda n: (n - 1) / n),
-    "broadcast": (0, lambda n: (n - 1) / n),
-    "all_to_all_single": (1, lambda n: (n - 1) / n),
+    "all_reduce": (0, lambda n: 2 * (n - 1) / n, None),  # the purpose depends on the dtype
+    "isend": (0, lambda n: 1, "stages"),
+    "all_gather": (1, lambda n: n - 1, "gradients of puzzle rows"),
+    "all_gather_single": (0, lambda n: (n - 1) / n, "weights of shards"),
+    "all_gather_into_tensor": (0, lambda n: (n - 1) / n, "weights of shards"),
+    "broadcast": (0, lambda n: (n - 1) / n, "weights of shards"),
+    "all_to_all_single": (1, lambda n: (n - 1) / n, "gradients of puzzle rows"),
 }
-_PURPOSES = {
-    "isend": "stages",
-    "all_gather": "gradients of puzzle rows",
-    "all_gather_single": "weights of shards",
-    "all_gather_into_tensor": "weights of shards",
-    "broadcast": "weights of shards",
-    "all_to_all_single": "gradients of puzzle rows",
-}
+# The blocks compute in bfloat16, and gradients are float32.
+_SUMS = {torch.bfloat16: "sums of features", torch.float32: "sums of gradients"}
 
 
 @contextlib.contextmanager
@@ -67,13 +62,11 @@ def counting() -> Iterator[dict[str, Sent]]:
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
     def counted(name: str, function: Any) -> Any:
-        position, times = _COLLECTIVES[name]
+        position, times, usual = _COLLECTIVES[name]
 
         def call(*arguments: Any, group: Any = None, **options: Any) -> Any:
             message = arguments[position]
-            # The blocks compute in bfloat16, and gradients are float32.
-            sums = {torch.bfloat16: "sums of features", torch.float32: "sums of gradients"}
-            purpose = _PURPOSES.get(name) or sums.get(message.dtype, "metrics")
+            purpose = usual or _SUMS.get(message.dtype, "metrics")
             num_bytes = times(dist.get_world_size(group)) * message.nbytes
             sent[purpose] = Sent(sent[purpose].messages + 1, sent[purpose].bytes + num_bytes)
             return function(*arguments, group=group, **options)
@@ -91,12 +84,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 
 
 def stored_bytes(state: TrainState) -> dict[str, int]:
-    """Returns how many bytes this rank stores between training steps.
-
-    Example: {"weights": 4096, "moments": 8192}.
-
-    state: State of a training on this rank.
-    """
+    """Returns how many bytes this rank stores between training steps: {"weights": 4096, ...}."""
     weights = list(state.model.network.parameters())
     gradients = [view for flat in state.weights.flats for view in flat.views(flat.gradients).values()]
     parts = {
@@ -162,10 +150,10 @@ class _Layout:
         with counting() as sent:
             trainer.step()
         memory, formulas = computed(trainer.config, trainer.metadata)
-        found = {what: total.bytes for what, total in sent.items()}
-        return stored_bytes(trainer.state) | found, memory | {
-            what: total.bytes for what, total in formulas.items()
-        }
+        counted, expected = (
+            {what: total.bytes for what, total in totals.items()} for totals in (sent, formulas)
+        )
+        return stored_bytes(trainer.state) | counted, memory | expected
 
 
 def main(argv: Sequence[str] | None = None) -> None:

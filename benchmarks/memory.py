@@ -28,10 +28,7 @@ _MEMORY: dict[str, tuple[str, ...]] = {
 
 
 class _Memory:
-    """A model after a training step, with many puzzle embeddings and averaged weights.
-
-    overrides: key=value arguments of pretrain.py, such as "puzzle_emb_sharding=rows".
-    """
+    """A model after a training step, with many puzzle embeddings and averaged weights."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace, overrides: Sequence[str]):
         arguments = (*model_sizes(options), "ema=0.999", *overrides)
@@ -72,12 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             peak = memory.pop("peak")
             name = "_".join([str(count), *setting.split("=")[:1]]).strip("_")
             result |= {f"kept_mib_{name}": sum(memory.values()), f"peak_mib_{name}": peak}
-            rows.append(
-                [
-                    f"{count} {setting}".strip(),
-                    *(f"{mebibytes:.0f}" for mebibytes in (*memory.values(), peak)),
-                ]
-            )
+            numbers = (f"{mebibytes:.0f}" for mebibytes in (*memory.values(), peak))
+            rows.append([f"{count} {setting}".strip(), *numbers])
             header = ["processes", *memory, "peak"]
     print_report(
         "memory",

@@ -37,9 +37,8 @@ _CONTENDERS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(
-        benchmark_parser("optimizers", description="Times updates of the weights.", rounds=30), argv
-    )
+    parser = benchmark_parser("optimizers", description="Times updates of the weights.", rounds=30)
+    options = parse(parser, argv)
     with World(options, _Updates, options) as world:
         (num_weights,) = world.call("count_weights")
         turns = {contender: (world, contender) for contender in _CONTENDERS}

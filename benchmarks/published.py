@@ -90,10 +90,6 @@ class _Block(nn.Module):
 class Network(nn.Module):
     """The network of HRM or TRM, with the operations of the public code.
 
-    The public code is the code that the authors of HRM and TRM published.
-
-    arch: Config of the architecture.
-    batch_size: Number of puzzles in each batch.
     flash_attention: Only for HRM on a CPU. If True, its attention is torch's scaled_dot_product_attention. If
     False, it consists of plain matrix products, as in the public code. In all other cases, attention is
     scaled_dot_product_attention.
@@ -153,11 +149,9 @@ class Network(nn.Module):
         rows = self.puzzle_emb.rows.to(self.dtype)
         if positions * hidden > rows.shape[-1]:
             rows = F.pad(rows, (0, positions * hidden - rows.shape[-1]))
-        e = torch.cat((rows.view(-1, positions, hidden), self._embed_tokens(tokens)), dim=-2)
+        embedded = F.embedding(tokens, self.embed_tokens.embedding_weight.to(self.dtype))
+        e = torch.cat((rows.view(-1, positions, hidden), embedded), dim=-2)
         return math.sqrt(hidden) * e
-
-    def _embed_tokens(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embed_tokens.embedding_weight.to(self.dtype))
 
     def _run(self, level: nn.Module, state: Tensor, injection: Tensor) -> Tensor:
         h = state + injection
@@ -275,17 +269,11 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """Trains HRM or TRM as the public code does, in one process.
+    """Trains HRM or TRM as the public code does, in one process. `benchmarks.step` measures its speed.
 
-    The public code is the code that the authors of HRM and TRM published. The benchmark `benchmarks.step`
-    measures its speed.
-
-    config: Config of pretrain.py.
     weights: Initial weights, the state_dict of the same model in this repository.
     compile_model: Whether to compile the complete model, as the public code does on CUDA.
-    flash_attention: Only for HRM on a CPU. If True, its attention is torch's scaled_dot_product_attention. If
-    False, it consists of plain matrix products, as in the public code. In all other cases, attention is
-    scaled_dot_product_attention.
+    flash_attention: As in `Network`.
     """
 
     def __init__(

@@ -26,11 +26,7 @@ from benchmarks.worlds import Trainer, World, model_sizes, take_turns, world_par
 class _Step:
     """Models in training, to measure weak and strong scaling.
 
-    In weak scaling, each process has the same batch size for every number of processes. In strong scaling,
-    the processes divide one batch of fixed size. The benchmark times the functions in the dict `turns`,
-    {"weak" or "strong": training step}.
-
-    puzzles: {"weak" or "strong": batch size of each process}.
+    turns: {"weak" or "strong": training step}. puzzles: {"weak" or "strong": batch size of each process}.
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, puzzles: Mapping[str, int]):
@@ -50,10 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--at-least compares several processes with one, and each needs its own core: "
             f"{most} processes, {num_cores()} cores. Pass --processes from 2 to the number of cores."
         )
-    _measure_scaling(options)
-
-
-def _measure_scaling(options: argparse.Namespace) -> None:
     counts = sorted({1, *options.processes})
     turns: dict[tuple[str, int], tuple[World, str]] = {}
     with contextlib.ExitStack() as opened:
@@ -75,9 +67,8 @@ def _measure_scaling(options: argparse.Namespace) -> None:
         if mode.endswith(" apart"):
             together = mode.removesuffix(" apart")
             result[f"{together}_over_apart_{count}"] = ratio(measured, times[together, count])
-        rows.append(
-            [f"{mode} {count}", *cells(measured), "oversubscribed" if shares_cores else f"{efficiency:.3f}"]
-        )
+        shown = "oversubscribed" if shares_cores else f"{efficiency:.3f}"
+        rows.append([f"{mode} {count}", *cells(measured), shown])
     print_report(
         "scaling",
         options,

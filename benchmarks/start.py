@@ -91,19 +91,14 @@ def _seconds_of_help(tree: Path) -> float:
 def _seconds_of_run(
     run: Path, tree: Path, processes: int, options: argparse.Namespace
 ) -> tuple[float, float]:
-    arguments = (
-        "pretrain.py",
-        "experiment=demo",
-        f"max_steps={options.steps}",
-        "compile=false",
-        "log_interval=1",
-    )
+    arguments = ("pretrain.py", "experiment=demo", f"max_steps={options.steps}", "log_interval=1")
+    arguments += ("compile=false", "global_batch_size=32")
     where = (f"device={options.device}", f"data_path={run.parent / 'data'}", f"checkpoint_path={run}")
     log, metrics = run.with_suffix(".txt"), run / "metrics.jsonl"
     with log.open("w") as output:
         began = time.perf_counter()
         process = subprocess.Popen(
-            program(*arguments, *where, "global_batch_size=32", processes=processes),
+            program(*arguments, *where, processes=processes),
             cwd=tree,
             env=program_environment(threads=int(options.threads)),
             stdout=output,

@@ -54,27 +54,17 @@ _WITHOUT: dict[str, tuple[str, ...]] = {"hrm": (), "trm": ("deferred", "publishe
 _WITHOUT |= dict.fromkeys(("infiloop", "ldt"), ("deferred", "published"))
 _SIZES = {"hidden": 128, "heads": 4, "layers": 2, "batch": 32}
 _QUICK_SIZES = {"hidden": 32, "heads": 2, "layers": 1, "batch": 4}
-_PUBLISHED_SIZES = {
-    "hidden": 512,
-    "heads": 8,
-    "layers": None,
-    "batch": 768,
-}  # None: 4 layers in each level of HRM and in LDT, 2 in TRM
+# layers=None: 4 layers in each level of HRM and in LDT, 2 in TRM.
+_PUBLISHED_SIZES = {"hidden": 512, "heads": 8, "layers": None, "batch": 768}
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _MIN_ROUNDS, _MAX_ROUNDS, _SECONDS_OF_ROUNDS = 3, 20, 45.0  # if --rounds is not set
 _PRODUCT_SECONDS = 0.5  # if a matrix product would take longer, it gets fewer rows
 
 
 class Contender:
-    """One of the compared implementations of the training step.
-
-    The benchmark creates each one in a separate process.
+    """One of the compared implementations of the training step, in a process of its own.
 
     name: Name of the implementation, such as "exact_compiled" or "published".
-    arch: Name of the model, such as "hrm".
-    dtype: Dtype of the model, "bfloat16" or "float32".
-    options: Parsed command line of this benchmark. It contains the batch size, the number of tokens of a
-        puzzle, and the sizes of the model.
     """
 
     def __init__(self, device: torch.device, name: str, arch: str, dtype: str, options: argparse.Namespace):
@@ -141,25 +131,21 @@ class Contender:
         small, seconds = square // 8, 0.05 if options.quick else 0.5
         most = _PRODUCT_SECONDS * self._rate_of(small, small, small, min_run_time=0.05)  # operations
         rates = []
-        for m, k, n in (
-            (options.batch * options.length, options.hidden, 8 * options.hidden),
-            (square, square, square),
-        ):
+        of_model = options.batch * options.length, options.hidden, 8 * options.hidden
+        for m, k, n in (of_model, (square, square, square)):
             rows = max(1, min(m, int(most / (2 * k * n))))
             rates.append(self._rate_of(rows, k, n, min_run_time=seconds))
         return max(rates)
 
     def _rate_of(self, m: int, k: int, n: int, *, min_run_time: float) -> float:
-        x, weight = (torch.randn(shape, device=self._device).to(self._dtype()) for shape in ((m, k), (n, k)))
+        dtype = getattr(torch, self._trainer.config.arch.forward_dtype)
+        x, weight = (torch.randn(shape, device=self._device).to(dtype) for shape in ((m, k), (n, k)))
         stmt = Timer(
             "torch.nn.functional.linear(x, weight)",
             globals={"torch": torch, "x": x, "weight": weight},
             num_threads=torch.get_num_threads(),
         )
         return 2 * m * k * n / min(stmt.blocked_autorange(min_run_time=min_run_time).times)
-
-    def _dtype(self) -> torch.dtype:
-        return getattr(torch, self._trainer.config.arch.forward_dtype)
 
 
 def _overrides(arch: str, dtype: str, options: argparse.Namespace) -> list[str]:
@@ -228,8 +214,6 @@ def _format_of_machine(options: argparse.Namespace) -> str:
 
 def choose_rounds(seconds: float) -> int:
     """Returns how many rounds of measurements take about 45 s, between 3 and 20.
-
-    A round makes two training steps with each of the compared implementations.
 
     seconds: Time of one training step, summed over all compared implementations.
     """

@@ -23,7 +23,7 @@ from benchmarks.harness import benchmark_parser, fail, measurement, positive
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.loader import Batch
-from dataset.metadata import Metadata
+from dataset.metadata import Metadata, usual_metadata
 from distributed.backend import choose_device, process_group, set_cpu_threads
 from distributed.collectives import barrier, broadcast_object
 from distributed.errors import local_errors
@@ -64,9 +64,7 @@ def world_parser(name: str, *, description: str, compares_numbers: bool = False)
 class World:
     """A group of child processes, each of which holds an object, such as a model.
 
-    options: Options of the benchmark, such as the device.
     build: Function that creates the object in a child process: `build(device, *arguments)`.
-    arguments: More arguments of `build`.
     processes: Number of processes. They are ranks of one process group.
     apart: If True, each process is the only rank of its process group.
     namespaces: Linux network namespace of each process. Only needed to emulate several machines.
@@ -84,9 +82,8 @@ class World:
         self._workers = []
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        context = multiprocessing.get_context(
-            "fork"
-        )  # fast, and safe because this process has computed nothing yet
+        # `fork` is fast, and safe because this process has computed nothing yet.
+        context = multiprocessing.get_context("fork")
         for rank in range(processes):
             environment = {
                 **{"RANK": "0" if apart else str(rank), "WORLD_SIZE": "1" if apart else str(processes)},
@@ -120,9 +117,7 @@ class World:
     def receive(self, *, timeout: float | None = None) -> list[Any]:
         """Waits for the results of a call that `send` has started, one for each process.
 
-        If a process has ended or does not answer, exits the program.
-
-        timeout: Seconds to wait for the next result. If None, there is no limit.
+        If a process has ended, or does not answer within `timeout` seconds, exits the program.
         """
         waiting, answers = {connection: place for place, (_, connection) in enumerate(self._workers)}, {}
         while waiting:
@@ -179,13 +174,10 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
 
 
 def timed(contender: Any, turn: str, warm_calls: int) -> float:
-    """Calls one function of a compared implementation, and returns the seconds that it takes on this rank.
+    """Returns the seconds that `contender.turns[turn]()` takes on this rank.
 
-    All ranks must call this together, because they wait for each other before the timed call.
-
-    contender: Object with an attribute `turns`, a dict {key: function without arguments}.
-    turn: Key of the function to time.
-    warm_calls: Number of untimed calls before the timed one.
+    `warm_calls` untimed calls come first. All ranks must call this together, because they wait for each other
+    before the timed call.
     """
     for _ in range(warm_calls):
         contender.turns[turn]()
@@ -205,7 +197,6 @@ def take_turns(
 
     turns: {name: (group of child processes, key of the function)}. The objects of the processes have a dict
     `turns` with this key.
-    rounds: Number of measured rounds.
     warmup_rounds: Number of earlier rounds that are not counted.
     warm_calls: Number of untimed calls before each timed call.
     """
@@ -224,10 +215,7 @@ class Trainer:
 
     overrides: key=value arguments of pretrain.py. If they set no dtype, all ranks use the one that is fast on
     rank 0's processor.
-    puzzles: Batch size of each process.
-    rows: Number of puzzle embeddings.
-    seq_len: Number of tokens of a puzzle.
-    compiles: Whether to use torch.compile.
+    puzzles: Batch size of each process. rows: Number of puzzle embeddings.
     keeps_memory: Whether the memory allocator keeps freed memory for later, as in a real training, instead of
     returning it to the system.
     """
@@ -249,7 +237,7 @@ class Trainer:
         config = compose_overrides(PretrainConfig, [*defaults, *overrides])
         number_format = broadcast_object(find_format(config).name)  # ranks may have different processors
         self.config = with_format(config, number_format)
-        self.metadata = metadata(rows=rows, seq_len=seq_len)
+        self.metadata = usual_metadata(vocab_size=11, seq_len=seq_len, num_puzzle_identifiers=rows)
         options = {"device": device, "total_steps": TOTAL_STEPS}
         self.state = build_first_state(self.config, self.metadata, **options)
         self.state.model.train()
@@ -275,10 +263,9 @@ class Trainer:
 
         They are grouped by purpose, such as {"weights": {name: tensor}, "optimizer": {name: tensor}}.
         """
-        parts = self.state.sections()
         return {
             part: {name: tensor_of(entry) for name, entry in section.items()}
-            for part, section in parts.items()
+            for part, section in self.state.sections().items()
         }
 
 
@@ -286,24 +273,8 @@ def model_sizes(options: argparse.Namespace) -> tuple[str, ...]:
     return TINY if options.quick else ()  # (): HRM with 27 M weights
 
 
-def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
-    """Returns the metadata of a synthetic dataset like 9x9 Sudoku.
-
-    rows: Number of puzzle embeddings.
-    """
-    sizes = {"vocab_size": 11, "seq_len": seq_len, "num_puzzle_identifiers": rows, "total_groups": 1}
-    ids = {"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0}
-    return Metadata(**sizes, **ids, mean_puzzle_examples=1.0, sets=("all",))
-
-
 def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
-    """Returns a batch of random puzzles on the CPU.
-
-    The batch is in pinned memory if CUDA is available.
-
-    size: Number of puzzles.
-    metadata: Sizes of the dataset: tokens of a puzzle, vocabulary, and number of puzzle embeddings.
-    """
+    """Returns a batch of random puzzles on the CPU, in pinned memory if CUDA is available."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int, *shape: int) -> torch.Tensor:
@@ -317,11 +288,8 @@ def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
 def spread_slots_(carry: Any, *, halt_max_steps: int) -> None:
     """Spreads the numbers of steps that the puzzles of a batch have made, in place.
 
-    A step is one call of the model. The numbers become evenly spaced from 0 to halt_max_steps - 1. As in a
-    real training, about equally many puzzles then end in each call.
-
-    carry: State of the batch.
-    halt_max_steps: Maximum number of steps of a puzzle.
+    They become evenly spaced from 0 to halt_max_steps - 1. As in a real training, about equally many puzzles
+    then end in each call of the model.
     """
     slots = torch.arange(carry.steps.shape[-1], dtype=torch.int32)
     carry.halted.fill_(False)

@@ -176,7 +176,7 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
     Each node downloads a file from the Hugging Face Hub only once. An error ends all ranks.
 
-    locations: Paths or addresses of the checkpoints. `find_checkpoint` lists what each may be.
+    locations: Each as for `find_checkpoint`.
     """
     checkpoints = None
     with collective_errors():
@@ -230,10 +230,10 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         path, selected_by = best_checkpoint(path.parent)
         return dataclasses.replace(_read_checkpoint(path, step_of(path)), selected_by=selected_by)
     if not path.exists():
-        names = ", ".join(sorted(file.parent.name for file in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")))
-        shipped = (
-            "" if step_of(path) is not None and path.parent.is_dir() else f" Models in weights/: {names}."
-        )
+        shipped = ""
+        if step_of(path) is None or not path.parent.is_dir():
+            names = sorted(file.parent.name for file in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}"))
+            shipped = f" Models in weights/: {', '.join(names)}."
         raise ValueError(f"checkpoint {explain_missing(path)}{shipped}")
     path = _follow_link(path)
     if (path / SHARED_WEIGHTS_FILE).is_file():
@@ -316,12 +316,9 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
             f"plugins={named}."
         )
     values = {key: config.get(key) for key in _Recorded.model_fields}
-    recorded = validate_config(_Recorded, values, where=str(path))
-    data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
-    values = {name: getattr(recorded, name) for name in _Recorded.model_fields}
-    return {"data_paths": data_paths} | {
-        name: value for name, value in values.items() if name not in ("data_path", "curriculum")
-    }
+    fields = dict(validate_config(_Recorded, values, where=str(path)))
+    data_paths = all_data_paths(fields.pop("data_path"), fields.pop("curriculum"))
+    return fields | {"data_paths": data_paths}
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
@@ -343,8 +340,13 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}. Choose another checkpoint of the run.") from None
     config, state = read_yaml(path / CONFIG_FILE), read_state(path)
-    of_data = {"seq_len": state.get("seq_len"), "dataset_info": state.get("dataset")}
-    of_data["fingerprint"] = state.get("dataset_fingerprint")
-    of_data["test_fingerprint"] = state.get("test_fingerprint")
-    of_data["joins_repeats"] = state.get("joins_repeats") is True
-    return Checkpoint(path, step, **of_data, **_read_recorded(config, path / CONFIG_FILE))
+    return Checkpoint(
+        path,
+        step,
+        seq_len=state.get("seq_len"),
+        dataset_info=state.get("dataset"),
+        fingerprint=state.get("dataset_fingerprint"),
+        test_fingerprint=state.get("test_fingerprint"),
+        joins_repeats=state.get("joins_repeats") is True,
+        **_read_recorded(config, path / CONFIG_FILE),
+    )

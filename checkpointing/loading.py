@@ -74,13 +74,11 @@ def load_trained_model(
     with torch.device("meta"):  # only the shapes, without memory
         expected = build_model(arch, metadata).network.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
-        stored_shape, expected_shape = (
-            tensors[name].shape if name in tensors else None for tensors in (weights, expected)
+        stored, built = (
+            list(tensors[name].shape) if name in tensors else "none" for tensors in (weights, expected)
         )
-        if stored_shape != expected_shape:
-            reason = (
-                f"{name} has shape {_written(stored_shape)}, the config expects {_written(expected_shape)}"
-            )
+        if stored != built:
+            reason = f"{name} has shape {stored}, the config expects {built}"
             raise _other_architecture(checkpoint, reason)
     model = build_model(arch, metadata)
     model.network.load_state_dict(weights)
@@ -89,17 +87,10 @@ def load_trained_model(
 
 
 def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
-    """Returns rows of a table of puzzle embeddings, [n, ndim]. Row number -1 gives the mean of all rows.
-
-    table: Puzzle embeddings, [num_rows, ndim]. rows: Row numbers, int64 [n].
-    """
+    """Returns rows (int64 [n]) of a table [num_rows, ndim]. Row number -1 gives the mean of all rows."""
     taken = table[torch.from_numpy(rows).clamp(min=0)]
     taken[torch.from_numpy(rows < 0)] = table.double().mean(dim=0).to(table.dtype)
     return taken
-
-
-def _written(shape: torch.Size | None) -> str:
-    return "none" if shape is None else str(list(shape))
 
 
 @contextlib.contextmanager

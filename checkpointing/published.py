@@ -25,11 +25,13 @@ def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
     dict, or if two tensors get the same name.
 
     content: Content of the file, as `torch.load` returns it.
-    arch: Config of the model. Its `name`, such as "urm", selects the rules for renaming.
     """
+    weights = content
     if isinstance(content, dict):
         weights = next((content[key] for key in _STATE_DICTS if key in content), content)
-    if not isinstance(content, dict) or not isinstance(weights, dict) or not _are_tensors(weights):
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
+    ):
         raise ValueError("is not a state dict of names and tensors")
     tensors, translated = _TENSORS.get(arch.name, {}), {}
     for name, tensor in weights.items():
@@ -42,7 +44,3 @@ def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
             raise ValueError(f"contains {ours!r} twice")
         translated[ours] = tensor
     return translated
-
-
-def _are_tensors(weights: dict[Any, Any]) -> bool:
-    return all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items())

@@ -41,8 +41,6 @@ def find_files(folder: Path, section: str) -> list[Path]:
 
     The first is the file of full tensors, if it exists. Then comes one file for each rank that saved shards.
     Returns [] if there are none. Raises ValueError if the file of one of these ranks is missing.
-
-    section: Name of the group, such as "optimizer".
     """
     pattern = re.compile(rf"{re.escape(section)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
@@ -75,7 +73,6 @@ def load_into_(
     (`Shard.is_by_rank`), for example the optimizer state with local_steps > 1. If the number of ranks has
     changed, every rank loads the mean of the values that the ranks saved.
 
-    section: Name of a section (a group of tensors) of the checkpoint, such as "optimizer".
     targets: {name: full tensor or shard} on this rank, changed in place. If empty, nothing is read.
     is_optional: Whether the section may be missing. The targets then do not change.
     remote_names: Ends of names. A stored tensor whose name ends with one of them may be missing in `targets`,
@@ -116,8 +113,6 @@ def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
 
     Joins the shards of all ranks that saved the checkpoint. Raises ValueError if files are missing, and
     OSError or SafetensorError if a file cannot be read.
-
-    section: Name of the group, such as "weights".
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, section):
@@ -143,25 +138,16 @@ def _shape_of(tensor: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A full tensor or a shard in an open safetensors file of a checkpoint.
-
-    Attributes:
-        key: Name of the tensor.
-        spans: Positions of the shard's elements in the flattened full tensor. None for a full tensor.
-        shape: Shape of the full tensor.
-        is_by_rank: Whether the full tensor is [ranks, ...], and each rank that saved the checkpoint wrote its
-            own row. The shard is then this row. Example: with local_steps > 1, each rank has its own
-            optimizer state.
-        file: The open file.
-        folder: Folder of the checkpoint, for messages.
-    """
+    """A full tensor or a shard in an open safetensors file of a checkpoint."""
 
     key: str
-    spans: Spans | None
-    shape: tuple[int, ...]
+    spans: Spans | None  # positions of the shard's elements in the flattened full tensor; None: full tensor
+    shape: tuple[int, ...]  # of the full tensor
+    # Whether the full tensor is [ranks, ...], and the shard is the row of the rank that wrote it. Example:
+    # with local_steps > 1, each rank has its own optimizer state.
     is_by_rank: bool
     file: safe_open
-    folder: Path
+    folder: Path  # of the checkpoint, for messages
 
     def read(self) -> Tensor:
         return self.file.get_tensor(self.key)
@@ -175,7 +161,6 @@ class _Stored(NamedTuple):
 
         Raises ValueError if the shape of the full tensor or the dtype differs.
 
-        target: Full tensor, or the shard that this rank holds.
         weight: Weight of the stored values in the result: target += weight * (stored - target).
         casts: Whether the stored floating-point dtype may differ from that of `target`.
         """
@@ -203,8 +188,6 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
 
     Raises ValueError if the group is missing. After the last tensor, raises ValueError if the shards of a
     tensor overlap or leave gaps.
-
-    section: Name of the group, such as "optimizer".
     """
     paths = find_files(folder, section)
     if not paths:
@@ -236,15 +219,11 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
 
 
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
-    """Parses and checks the description of a shard in the metadata of its file.
+    """Parses and checks the description of a shard in the metadata of its file, an untrusted JSON value.
 
-    Returns (spans, shape, is_by_rank). spans: Positions of the shard's elements in the flattened full tensor.
-    shape: Shape of the full tensor. is_by_rank: Whether the full tensor is [ranks, ...], and the shard is the
-    row of one rank. Raises ValueError if the description is damaged.
+    Returns (spans, shape, is_by_rank) as in `_Stored`. Raises ValueError if the description is damaged.
 
-    entry: The description, an untrusted JSON value.
     num_stored: Number of elements that the file stores for this shard.
-    where: Start of the error message.
     """
     try:
         spans, shape, is_by_rank = entry
@@ -290,10 +269,8 @@ def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
     if stored == target:
         return 1, slice(None), slice(None)
     if all(len(spans) == 1 == spans[0].count for spans in (stored, target)):  # contiguous
-        starts, ends = zip(
-            *((span.start, span.start + span.length) for (span,) in (stored, target)), strict=True
-        )
-        begin, end = max(starts), min(ends)
+        starts = [span.start for (span,) in (stored, target)]
+        begin, end = max(starts), min(span.start + span.length for (span,) in (stored, target))
         return (1, *(slice(begin - start, end - start) for start in starts)) if begin < end else None
     unit = math.gcd(*(size for span in stored + target for size in (span.start, span.length, span.stride)))
     numbers = [np.concatenate([_units_of(span, unit) for span in spans]) for spans in (stored, target)]

@@ -67,7 +67,6 @@ class CheckpointWriter:
         Waits for the previous save first. Does nothing if step_<N> exists. All ranks call it. A failure only
         causes a warning.
 
-        step: Training step <N>.
         sections: {name of a group of tensors, such as "optimizer": {name: full tensor or shard}}. Rank 0
             writes the full tensors.
         contents: {file name, such as "state.json": content} of files that the thread also writes. Empty
@@ -138,7 +137,6 @@ class CheckpointWriter:
         report its files in time.
 
         name: Name of the temporary folder. Ranks other than 0 report their files under this name.
-        of_rank_0: Result of `_write_local` on rank 0.
         """
         of_ranks = [of_rank_0]
         if world_size() > 1:
@@ -210,14 +208,10 @@ def local_part(tensors: Tensors) -> Tensors:
 
 
 def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
-    """Writes the files of this rank into a folder. If that fails, returns the reason.
-
-    Rank 0 collects the results of all ranks, so an error is returned instead of raised.
+    """Writes the files of this rank into a folder. The arguments are those of `CheckpointWriter.start`.
 
     Returns {"files": {file name: {"bytes": size, "sha256": hash}}, "failure": ""}, or {"failure": reason}.
-
-    sections: {name of a group of tensors, such as "optimizer": {name: full tensor or shard}} to write.
-    contents: {file name, such as "state.json": content} of other files to write.
+    An error is not raised, because rank 0 collects the results of all ranks.
     """
     try:
         paths = [path for name, tensors in sections.items() for path in save_section(tensors, folder, name)]
@@ -234,8 +228,6 @@ def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
 
     Full tensors are in <section>.safetensors, and shards in <section>_<rank>_of_<ranks>.safetensors. Only one
     rank may pass full tensors.
-
-    tensors: {name: full tensor or shard}. section: Name of the group, such as "optimizer".
     """
     full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}

@@ -165,17 +165,15 @@ def _mistakes_of_q_target(arch: ArchConfig) -> Iterator[str]:
         yield "q_target=deferred needs no_ACT_continue=false. Without it, there is no q_continue."
 
 
-class HRMConfig(TokenConfig):
-    """The config of the Hierarchical Reasoning Model (HRM)."""
+class RecursiveConfig(TokenConfig):
+    """The keys of models that run their blocks in H_cycles x L_cycles loops. Base class of their configs."""
 
-    title: ClassVar[str] = "HRM"
-    paper: ClassVar[tuple[str, str]] = "Hierarchical Reasoning Model", "2506.21734"
     cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
 
-    name: Literal["hrm"]
+    name: str
     H_cycles: _Repeats
     L_cycles: _Repeats
-    H_layers: _Repeats
+    H_layers: ClassVar[int]  # only some of the models have this key; here is its place in config.yaml
     L_layers: _Repeats
     gradient_cycles: NonNegativeInt
     halt_max_steps: _Steps
@@ -190,9 +188,24 @@ class HRMConfig(TokenConfig):
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
         yield from _mistakes_of_cycles(self)
+        yield from _mistakes_of_q_target(self)
 
 
-class TRMConfig(TokenConfig):
+class HRMConfig(RecursiveConfig):
+    """The config of the Hierarchical Reasoning Model (HRM)."""
+
+    title: ClassVar[str] = "HRM"
+    paper: ClassVar[tuple[str, str]] = "Hierarchical Reasoning Model", "2506.21734"
+
+    name: Literal["hrm"]
+    H_layers: _Repeats
+
+    def mistakes(self) -> Iterator[str]:
+        yield from TokenConfig.mistakes(self)  # without q_continue, q_target has no effect
+        yield from _mistakes_of_cycles(self)
+
+
+class TRMConfig(RecursiveConfig):
     """The config of the Tiny Recursive Model (TRM).
 
     H_layers has no effect. It exists because published configs contain it.
@@ -200,61 +213,20 @@ class TRMConfig(TokenConfig):
 
     title: ClassVar[str] = "TRM"
     paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
-    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
 
     name: Literal["trm"]
-    H_cycles: _Repeats
-    L_cycles: _Repeats
     H_layers: Literal[0]
-    L_layers: _Repeats
-    gradient_cycles: NonNegativeInt
-    halt_max_steps: _Steps
-    eval_halt_max_steps: _Steps | None
-    halt_exploration_prob: Fraction
-    no_ACT_continue: bool
-    q_target: _QTarget
-    init_noise: StandardDeviation
-    state_noise: StandardDeviation
-    damping: Damping
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        yield from _mistakes_of_cycles(self)
-        yield from _mistakes_of_q_target(self)
 
 
-class TRMSingleZConfig(TokenConfig):
-    """The config of TRM with one latent state instead of two.
-
-    H_layers has no effect. It exists because published configs contain it.
-    """
+class TRMSingleZConfig(TRMConfig):
+    """The config of TRM with one latent state instead of two."""
 
     title: ClassVar[str] = "TRM single z"
-    paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
-    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
 
     name: Literal["trm_singlez"]
-    H_cycles: _Repeats
-    L_cycles: _Repeats
-    H_layers: Literal[0]
-    L_layers: _Repeats
-    gradient_cycles: NonNegativeInt
-    halt_max_steps: _Steps
-    eval_halt_max_steps: _Steps | None
-    halt_exploration_prob: Fraction
-    no_ACT_continue: bool
-    q_target: _QTarget
-    init_noise: StandardDeviation
-    state_noise: StandardDeviation
-    damping: Damping
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        yield from _mistakes_of_cycles(self)
-        yield from _mistakes_of_q_target(self)
 
 
-class InfiLoopConfig(TokenConfig):
+class InfiLoopConfig(RecursiveConfig):
     """The config of TRM with InfiLoop's gate.
 
     With the gate, a latent state is a learned weighted mean of all results so far.
@@ -262,53 +234,17 @@ class InfiLoopConfig(TokenConfig):
 
     title: ClassVar[str] = "InfiLoop"
     paper: ClassVar[tuple[str, str]] = "TRM with InfiLoop's gate", "2610.11570"
-    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
 
     name: Literal["infiloop"]
-    H_cycles: _Repeats
-    L_cycles: _Repeats
-    L_layers: _Repeats
-    gradient_cycles: NonNegativeInt
-    halt_max_steps: _Steps
-    eval_halt_max_steps: _Steps | None
-    halt_exploration_prob: Fraction
-    no_ACT_continue: bool
-    q_target: _QTarget
-    init_noise: StandardDeviation
-    state_noise: StandardDeviation
-    damping: Damping
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        yield from _mistakes_of_cycles(self)
-        yield from _mistakes_of_q_target(self)
 
 
-class URMConfig(TokenConfig):
+class URMConfig(RecursiveConfig):
     """The config of the Universal Reasoning Model (URM)."""
 
     title: ClassVar[str] = "URM"
     paper: ClassVar[tuple[str, str]] = "Universal Reasoning Model", "2512.14693"
-    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
 
     name: Literal["urm"]
-    H_cycles: _Repeats
-    L_cycles: _Repeats
-    L_layers: _Repeats
-    gradient_cycles: NonNegativeInt
-    halt_max_steps: _Steps
-    eval_halt_max_steps: _Steps | None
-    halt_exploration_prob: Fraction
-    no_ACT_continue: bool
-    q_target: _QTarget
-    init_noise: StandardDeviation
-    state_noise: StandardDeviation
-    damping: Damping
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        yield from _mistakes_of_cycles(self)
-        yield from _mistakes_of_q_target(self)
 
 
 class FPRMConfig(TokenConfig):

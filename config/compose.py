@@ -73,8 +73,6 @@ def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Returns the checked config for command-line arguments such as ["lr=1e-3", "arch=trm"].
 
     Other keys have their default values. Raises ValueError with one line for a mistake.
-
-    schema: Class of the config, such as PretrainConfig.
     """
     return validate_config(schema, compose_values(schema, overrides))
 
@@ -92,8 +90,6 @@ def config_with(schema: type[Config], **values: Any) -> Config:
     """Returns the default config of a program with some values changed. Does not read a command line.
 
     Raises ValueError with one line for a mistake. PretrainConfig needs a value for `arch`.
-
-    schema: Class of the config, such as SolveConfig.
     """
     return validate_config(schema, load_defaults(schema.YAML) | values, where=schema.YAML)
 
@@ -103,8 +99,6 @@ def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
 
     Returns (config, other arguments). The config gets the arguments that set a key of `schema`. The other
     arguments are not checked. Returns None after --help and --cfg job, because they only print.
-
-    schema: Class of the config, such as SearchConfig.
     """
     options, config_overrides = _read_command_line(), []
     others = [f"--config-dir={folder}" for folder in options.config_dir]
@@ -129,13 +123,14 @@ def _compose_or_show(
             "config: --world-size N is for pretrain.py with --cfg job. Use torchrun to start processes."
         )
     composed = _compose(schema, overrides, options.config_dir, notice)
-    if options.world_size:
-        show(dry_run(_validate(schema, composed), options.world_size))
-        return None
-    if options.cfg:
+    if options.cfg and not options.world_size:
         show(OmegaConf.to_yaml(composed))
         return None
-    return _validate(schema, composed)
+    config = validate_config(schema, _values(schema, composed))
+    if options.world_size:
+        show(dry_run(config, options.world_size))
+        return None
+    return config
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
@@ -143,8 +138,6 @@ def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Over
 
     A single value of a key of type str stays a str, even if it looks like a number. Raises ValueError with
     one line for a mistake.
-
-    schema: Class of the config with the keys, such as PretrainConfig.
     """
     parser, parsed = OverridesParser.create(), []
     with _one_line_errors(schema):
@@ -173,45 +166,35 @@ def _compose(
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
             composed = compose(schema.YAML, translated)
             if set(_GROUPS) <= set(chosen_keys):
-                of_experiment = compose(  # without arch.KEY=VALUE, because its model may not have KEY
-                    schema.YAML,
-                    [text for text in translated if not text.lstrip("+").startswith(("arch=", "arch."))],
-                )
-                if (usual := of_experiment.arch.name) != composed.arch.name:
+                # Without arch.KEY=VALUE, because the model of the experiment may not have KEY.
+                others = [text for text in translated if not text.lstrip("+").startswith(("arch=", "arch."))]
+                if (usual := compose(schema.YAML, others).arch.name) != composed.arch.name:
                     load_plugins([str(path) for path in composed.get("plugins") or ()])
-                    of_arch = compose(
-                        schema.YAML,
-                        [override for override in translated if override.startswith(("arch=", "hydra."))],
-                    )
-                    defaults = OmegaConf.to_container(of_arch.arch, resolve=True)
-                    notice = notice or (lambda line: None)
-                    _leave_out_of_experiment(composed, set(chosen_keys), defaults, usual=usual, notice=notice)
+                    of_arch = [text for text in translated if text.startswith(("arch=", "hydra."))]
+                    defaults = OmegaConf.to_container(compose(schema.YAML, of_arch).arch, resolve=True)
+                    text = _leave_out_of_experiment(composed, set(chosen_keys), defaults, usual=usual)
+                    if notice and text:
+                        notice(text)
     return composed
 
 
 def _leave_out_of_experiment(
-    composed: DictConfig,
-    chosen_keys: set[str],
-    defaults: dict[str, Any],
-    *,
-    usual: str,
-    notice: Callable[[str], None],
-) -> None:
+    composed: DictConfig, chosen_keys: set[str], defaults: dict[str, Any], *, usual: str
+) -> str:
     """Replaces values of an experiment that do not fit the chosen model by the model's defaults, in place.
 
     An experiment is a YAML file of settings for one model. With `arch=NAME`, the user may choose another
-    model. A value for which this model has no default is removed. Calls `notice` with a line that names the
-    values that are replaced or removed, and the values of the experiment that stay.
+    model. A value for which this model has no default is removed. Returns a line that names the values that
+    are replaced or removed, and the values of the experiment that stay.
 
-    composed: Config to change.
     chosen_keys: Keys of the command line. Their values do not change.
     defaults: Default `arch` values of the chosen model.
     usual: Name of the model that the experiment is for.
     """
     name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
     schema = architectures().get(name)
-    if schema is None:  # `_validate` says so
-        return
+    if schema is None:  # `validate_config` says so
+        return ""
     preset_keys = [key for key in arch if f"arch.{key}" not in chosen_keys and arch[key] != defaults.get(key)]
 
     def without(keys: Iterable[str]) -> dict[str, Any]:
@@ -232,7 +215,7 @@ def _leave_out_of_experiment(
     text = f"the experiment is for arch={usual}, not {name}."
     for label, keys in (("Ignored values", left_out), ("Values that stay", stay)):
         text += f" {label}: {', '.join(f'arch.{key}={arch[key]}' for key in keys)}." if keys else ""
-    notice(text)
+    return text
 
 
 def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> list[str] | None:
@@ -242,10 +225,6 @@ def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> lis
     except pydantic.ValidationError as error:
         return [str(mistake["loc"][0]) for mistake in error.errors() if mistake["loc"]]
     return None
-
-
-def _validate(schema: type[Config], composed: DictConfig) -> Config:
-    return validate_config(schema, _values(schema, composed))
 
 
 def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
@@ -263,10 +242,7 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
-    """Returns the name in the argument experiment=NAME, such as "demo". None without this argument.
-
-    arguments: Arguments of the command line. If None, those of this process.
-    """
+    """Returns the name in the argument experiment=NAME of this process, or of `arguments`, or None."""
     parts = (override.partition("=") for override in _read_command_line(arguments).overrides)
     names = [name for key, _, name in parts if key == "experiment"]
     return names[-1] if names else None

@@ -59,10 +59,9 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(values: dict[str, Any]) -> str:
-    """Returns the dtype in which a run computes, "bfloat16" or "float32", from its stored config.
+    """Returns `arch.forward_dtype` of a stored config, "bfloat16" or "float32".
 
-    It is the value of `arch.forward_dtype`. If that is missing or "auto", returns "bfloat16". Raises
-    ValueError for another value.
+    If it is missing or "auto", returns "bfloat16". Raises ValueError for another value.
     """
     arch = fill_defaults(values).get("arch")
     name = arch.get("forward_dtype") if isinstance(arch, dict) else None
@@ -75,10 +74,7 @@ def format_of(values: dict[str, Any]) -> str:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Converts a nested dict to a flat one: {"arch": {"loss": 1}} becomes {"arch.loss": 1}.
-
-    prefix: Text before each key.
-    """
+    """Converts a nested dict to a flat one: {"arch": {"loss": 1}} becomes {"arch.loss": 1}."""
     flat = {}
     for key, value in values.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -88,7 +84,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def changed_words(values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
     """Returns the command-line arguments that change the config `defaults` into the config `values`.
 
-    Both are nested dicts. Example: ["lr=0.001", "arch.H_cycles=2"].
+    Example: ["lr=0.001", "arch.H_cycles=2"].
     """
     usual = flatten(defaults)
     return [word(key, value) for key, value in flatten(values).items() if value != usual.get(key, ...)]

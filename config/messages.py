@@ -47,8 +47,6 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
     """Converts pydantic's errors about a config to one line, such as "lr=-1 should be ...".
 
     The message is about one key: the first unknown one, otherwise the first with an error.
-
-    schema: Class of the config, such as PretrainConfig.
     """
     errors = mistakes.errors(include_url=False)
     error = next((mistake for mistake in errors if mistake["type"] == "extra_forbidden"), errors[0])
@@ -73,10 +71,7 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
 
 
 def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> str:
-    """Converts an error of Hydra or OmegaConf about the command line to a message of one line.
-
-    schema: Class of the config.
-    """
+    """Converts an error of Hydra or OmegaConf about the command line to a message of one line."""
     lines = [line.strip() for line in str(error).splitlines()]
     if unknown := re.match(r"Could not override '(.+)'", lines[0]):
         return explain_unknown_key(schema, unknown[1])
@@ -94,32 +89,23 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
         return f"a list has no keys ({lines[0]}). Set the complete list, such as [1,2]."
     if override := getattr(error, "override", None):
         key, equals, value = override.partition("=")
-        typed = (
-            shlex.quote(f"{key}={quoted(value)}")
-            if value[:1] not in ("", "[", "{")
-            else "\"key=[{name:'a=b'}]\""
-        )
+        is_text = value[:1] not in ("", "[", "{")
+        typed = shlex.quote(f"{key}={quoted(value)}") if is_text else "\"key=[{name:'a=b'}]\""
         hint = f" Quote a text with special characters: {typed}" if equals else ""
         return f"cannot read {override!r} ({lines[0]}). Write overrides as key=value.{hint}"
     return lines[0]
 
 
 def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
-    """Returns the message for an unknown key, such as "unknown key 'lrs', did you mean 'lr'?".
-
-    schema: Class of the config with the known keys.
-    """
+    """Returns the message for an unknown key, such as "unknown key 'lrs', did you mean 'lr'?"."""
     known = _keys((schema,))
     if key in HINTS:
         return f"unknown key {key!r}: {HINTS[key]}"
     if key in known:
         names = [name for name, arch in architectures().items() if key in _keys((arch,), "arch.")]
-        public = (
-            " For the key loops of the public URM code, set arch.halt_max_steps."
-            if key == "arch.loops"
-            else ""
-        )
-        return f"key {key!r} does not belong to the chosen arch, but to {', '.join(names)}.{public}"
+        message = f"key {key!r} does not belong to the chosen arch, but to {', '.join(names)}."
+        public = " For the key loops of the public URM code, set arch.halt_max_steps."
+        return message + public * (key == "arch.loops")
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     usual = {name: known_key for name, known_key in _USUAL_NAMES.items() if known_key in known}
     near = [usual.get(name, name) for name in difflib.get_close_matches(key, [*known, *usual], n=1)] or same
@@ -165,11 +151,8 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
         if not Path(folder).is_dir():
             problem = "is a file" if Path(folder).exists() else "does not exist"
             several = f". Several folders are {key}=[{folder}]." if "," in folder else ""
-            names = (
-                [experiment]
-                if experiment
-                else [path.stem for path in sorted((FOLDER / "experiment").glob("*.yaml"))]
-            )
+            every = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
+            names = [experiment] if experiment else every
             commands = [made for name in names if (made := _data_of(name))]
             matching = [made for made in commands if f"--output-dir {folder} " in f"{made} "]
             hint = f"Build it: {matching[0]}" if matching else f"Build it (docs/data.md), or set {key}"

@@ -23,7 +23,6 @@ from config.schema import (
     Name,
     Paths,
     Plugins,
-    PretrainConfig,
     Rate,
     SavedOutput,
     Seed,
@@ -33,9 +32,8 @@ from config.schema import (
 )
 
 Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"]
-Count = Annotated[
-    int, Field(ge=1, lt=2**16)
-]  # number of steps or samples. The key of the noise has 16 bits for each
+# Number of steps or samples. The key of the noise has 16 bits for each.
+Count = Annotated[int, Field(ge=1, lt=2**16)]
 
 
 def _are_different(values: list[Any]) -> list[Any]:
@@ -88,7 +86,6 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
             yield "checkpoint is missing. Set it to a run folder, a step_<N> folder, a file, or hf://OWNER/NAME."
         if "rules" in self.select and not self.evaluators:
             yield "select=rules needs the rules of the puzzle. Set evaluators=[KIND], such as [sudoku]."
-
         if (retry := self.retry_samples) is not None:
             if len(self.samples) > 1 or len(self.halt_max_steps or []) > 1:
                 yield "retry_samples needs one value of samples and one of halt_max_steps, not a list."
@@ -173,6 +170,3 @@ class SearchConfig(Strict):
     pruner: Literal["median", "hyperband", "none"]
     startup_trials: NonNegativeInt
     sampler_seed: NonNegativeInt
-
-
-PROGRAMS = (PretrainConfig, EvaluateConfig, SolveConfig, PageConfig, SearchConfig)

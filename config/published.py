@@ -1,7 +1,6 @@
 """Translates names of the published code of HRM, TRM and URM, and old names, into today's names."""
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 # {key of a public program: our key}.
 KEYS = {
@@ -29,22 +28,14 @@ HINTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Published:
-    """How to translate the config and the tensors of a model from its authors' published ("public") code.
+class _Published(NamedTuple):
+    """How to translate the config and the tensors of a model from its authors' published ("public") code."""
 
-    name       value of `arch.name` in this repository, such as "urm"
-    keys       {key of `arch` in the public code: key in this repository}
-    unread     keys in public configs that the public code never reads. They are left out
-    constants  {key in this repository: value} for settings that are fixed in the public code
-    tensors    {start of a tensor's name in public checkpoints: start of its name in this repository}
-    """
-
-    name: str
-    keys: dict[str, str] = dataclasses.field(default_factory=dict)
-    unread: tuple[str, ...] = ()
-    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
-    tensors: dict[str, str] = dataclasses.field(default_factory=dict)
+    name: str  # value of `arch.name` in this repository, such as "urm"
+    keys: dict[str, str] = {}  # {key of `arch` in the public code: key in this repository}
+    unread: tuple[str, ...] = ()  # keys in public configs that the public code never reads. They are left out
+    constants: dict[str, Any] = {}  # {key in this repository: value that is fixed in the public code}
+    tensors: dict[str, str] = {}  # {start of a tensor's name in public checkpoints: start of its name here}
 
 
 _URM = _Published(
@@ -73,17 +64,15 @@ _FPRM = _Published(
     constants={"halt_exploration_prob": 0.0, "eval_L_cycles": 1},
     tensors={"L_optimizer.init_vec": "H_init"},
 )
+_TRM_SINGLEZ = _Published("trm_singlez", tensors={"L_init": "H_init"})
+_SERRM = _Published("serrm", unread=("H_layers",), tensors={"Z_init": "H_init"})
 PUBLISHED = {
     "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
     "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
     "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": _Published("trm"),
     "trm.trm@TRM": _Published("trm"),  # in the code of URM
-    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _Published(
-        "trm_singlez", tensors={"L_init": "H_init"}
-    ),
-    "recursive_reasoning.trm_equi@SERRM": _Published(
-        "serrm", unread=("H_layers",), tensors={"Z_init": "H_init"}
-    ),
+    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _TRM_SINGLEZ,
+    "recursive_reasoning.trm_equi@SERRM": _SERRM,
     "urm.urm@URM": _URM,
     "fixed_point_reasoning.fprm@FixedPointReasoningModel_ACTV1": _FPRM,
 }

@@ -36,7 +36,6 @@ Paths = Several[Text]
 Plugins = MayChange[list[Text]]  # Python files that `runtime.plugins` imports
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]  # name of a folder
 
-
 # Required values if gradients are not summed over ranks (local_steps > 1), or if no dense weight is trained
 # (train_only=puzzle_embeddings). The keys would have no effect, so any other value is an error.
 _OF_GRADIENTS = {"sync": ("auto",), "data_parallel_shard_degree": ("auto", 1)}
@@ -46,13 +45,9 @@ _OF_DENSE_WEIGHTS = _OF_GRADIENTS | {
     "local_steps": (1,),
     "grad_clip_norm": (None,),
 }
-
-
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
-
-
 _OPTIMIZERS = ("adam_atan2", "adamw", "muon")
 
 
@@ -335,11 +330,6 @@ class PretrainConfig(MachineConfig):
     def data_paths(self) -> list[str]:
         return all_data_paths(self.data_path, self.curriculum)
 
-    @property
-    def learning_rates(self) -> dict[str, float]:
-        """Returns {"lr": ..., "puzzle_emb_lr": ...}, without the factor for the batch size (`lr_scaling`)."""
-        return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
-
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:
     """Returns the config keys that may have another value when a run is resumed, such as "device"."""
@@ -352,9 +342,7 @@ Config = TypeVar("Config", bound=pydantic.BaseModel)
 def validate_config(schema: type[Config], values: dict[str, Any], *, where: str = "config") -> Config:
     """Checks values, and returns them as an object of the class `schema`.
 
-    Raises ValueError with one line about one wrong key.
-
-    where: Start of the error message.
+    Raises ValueError with one line about one wrong key. It starts with `where`.
     """
     try:
         return schema.model_validate(values)

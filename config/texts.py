@@ -19,10 +19,10 @@ _HOME = re.compile(r"(~[\w.-]*|\$\w+)(?=/|$)")
 _CONTAINERS = (list, typing.Union, types.UnionType)
 
 
-def text_keys(*schemas: type[pydantic.BaseModel]) -> set[str]:
-    """Returns the keys of config classes with values of type str or list[str], perhaps also None."""
-    fields = [item for schema in schemas for item in schema.model_fields.items()]
-    return {name for name, field in fields if _leaves(field.annotation) <= {str, type(None)}}
+def text_keys(schema: type[pydantic.BaseModel]) -> set[str]:
+    """Returns the keys of a config class with values of type str or list[str], perhaps also None."""
+    of_text, fields = {str, type(None)}, schema.model_fields.items()
+    return {name for name, field in fields if _leaves(field.annotation) <= of_text}
 
 
 def quoted(text: str) -> str:
@@ -58,7 +58,6 @@ def expand_home(key: str, value: Any) -> Any:
 
     Raises ValueError if the user or the environment variable does not exist.
 
-    key: Config key of the path, for the message.
     value: Path or list of paths. Other values are returned unchanged.
     """
     if isinstance(value, list):

@@ -43,13 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m launch.check", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo"])
-    parser.add_argument(
-        "--timeout",
-        default=30.0,
-        type=float,
-        metavar="SECONDS",
-        help="time limit of each check (default: 30)",
-    )
+    timeout = "time limit of each check (default: 30)"
+    parser.add_argument("--timeout", default=30.0, type=float, metavar="SECONDS", help=timeout)
     parser.add_argument("--quick", action="store_true", help="measure with fewer and smaller messages")
     out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # only rank 0 prints
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -91,8 +86,6 @@ def check_ranks(options: argparse.Namespace) -> None:
 
     All ranks call it. If a rank fails or does not start, all ranks exit with status 1. If a rank hangs, they
     exit with status 124.
-
-    options: Parsed command-line options: device, backend, timeout (seconds) and quick.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
@@ -138,9 +131,8 @@ def _check_names(hosts: Sequence[str]) -> None:
     # torchrun would hang on such names without a message.
     unknown = _on_all_ranks("look up names", lambda: [host for host in set(hosts) if not _is_known(host)])
     for name in dict.fromkeys(hosts) if is_main() else ():
-        if callers := list(
-            dict.fromkeys(hosts[number] for number in range(len(hosts)) if name in unknown[number])
-        ):
+        callers = dict.fromkeys(host for host, names in zip(hosts, unknown, strict=True) if name in names)
+        if callers:
             log.warning(
                 f"host name {name} does not resolve on {', '.join(callers)}. Pass --local-addr to torchrun "
                 f"on {name}, with an address or a name that all nodes can resolve."

@@ -63,12 +63,7 @@ def _address_of(interface: str) -> str:
 
 
 def connect(address: Sequence[Any], timeout_seconds: float) -> str:
-    """Tries to connect to a TCP server.
-
-    Returns "" if it succeeds, otherwise the reason as text.
-
-    address: (host, port). timeout_seconds: Time limit.
-    """
+    """Connects to the TCP server at (host, port). Returns "", or the reason why that fails."""
     try:
         socket.create_connection(tuple(address), timeout=timeout_seconds).close()
     except OSError as error:
@@ -97,11 +92,10 @@ def measure_link(
 ) -> tuple[float, float] | None:
     """Measures how fast two ranks exchange messages.
 
-    Both ranks call it. Returns (seconds of a round trip of 4 bytes, bytes per second of large messages). If
-    other ranks call it, it returns None at once.
+    Both ranks of the pair call it. Returns (seconds of a round trip of 4 bytes, bytes per second of large
+    messages). If other ranks call it, it returns None at once.
 
-    pair: The two ranks. device: Device of the sent tensors. repeats: Number of round trips of 4 bytes. Large
-    messages make 3 round trips. num_bytes: Size of a large message.
+    repeats: Number of round trips of 4 bytes. Large messages, of `num_bytes`, make 3 round trips.
     """
     if rank() not in pair:
         return None
@@ -116,8 +110,8 @@ def measure_link(
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
     """Returns the median time of calling all functions of `calls` in turn, in seconds.
 
-    calls: Functions that take only `message`, such as torch.distributed.all_reduce. message: Tensor to send
-    or to receive. repeats: Number of measurements, in addition to a first one that is not counted.
+    calls: Functions of `message`, such as torch.distributed.all_reduce. repeats: Number of measurements, in
+    addition to a first one that is not counted.
     """
     times = []
     for _ in range(repeats + 1):

@@ -16,19 +16,12 @@ _CLEARLY = 1.25  # the other format must be faster by this factor to contradict 
 
 
 class Rates(NamedTuple):
-    """Measured speeds of matrix products in two dtypes, in floating-point operations per second.
-
-    Attributes:
-        bfloat16: Speed in bfloat16.
-        float32: Speed in float32.
-        choice: Dtype that the config value `forward_dtype=auto` selects on this machine.
-        reason: Reason for this choice, as text.
-    """
+    """Measured speeds of matrix products in two dtypes, in floating-point operations per second."""
 
     bfloat16: float
     float32: float
-    choice: NumberFormat
-    reason: str
+    choice: NumberFormat  # dtype that the config value `forward_dtype=auto` selects on this machine
+    reason: str  # reason for this choice
 
     def compare(self) -> str:
         """Returns a sentence that says whether `forward_dtype=auto` selects the faster dtype.

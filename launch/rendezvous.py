@@ -24,9 +24,8 @@ def main() -> None:
     try:
         store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
-        parser.exit(
-            1, f"error: cannot open port {port} ({str(error).partition('. ')[0]}). Choose another port.\n"
-        )
+        reason = str(error).partition(". ")[0]
+        parser.exit(1, f"error: cannot open port {port} ({reason}). Choose another port.\n")
     print(f"rendezvous store is listening on port {store.port}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         signal.pause()

@@ -100,10 +100,8 @@ class AdamATan2(torch.optim.Optimizer):
     ):
         names = list(flat.owned) if names is None else names
         parts = {name: tensor_of(flat.owned[name]) for name in names}
-        super().__init__(
-            parts.values(),
-            {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0},
-        )
+        options = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0}
+        super().__init__(parts.values(), options)
         self._flat, ranges = flat, flat.updated_ranges_of(names)
         self._moments: dict[str, ShardBuffers] = {moment: flat.zeros(ranges) for moment in _MOMENTS}
         for moment, shard_buffers in self._moments.items():

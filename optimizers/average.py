@@ -24,10 +24,7 @@ _FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the in
 
 
 class Average:
-    """A moving average (EMA) of the weights of a model. Evaluations use it.
-
-    The methods of this base class do nothing. It is for runs without a moving average.
-    """
+    """A moving average (EMA) of weights. The methods of this base class do nothing, for runs without EMA."""
 
     def reset_to_weights(self) -> None:
         """Sets the averages to the current weights, as at the start of a run."""
@@ -51,28 +48,20 @@ class Average:
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
-        """Context manager that replaces the weights of the model by their averages.
+        """Context manager that replaces the weights of the model by their averages after step `step`.
 
-        Use it for evaluations. On exit, it restores the weights. All ranks enter it together.
-
-        step: Number of training steps done.
+        On exit, it restores the weights. All ranks enter it together.
         """
         yield
 
     def values(self, *, step: int) -> Tensors:
-        """Returns the averages that this rank holds, as {name of the weight: tensor or shard}.
-
-        A shard is the part of a tensor that this rank holds.
-
-        step: Number of training steps done.
-        """
+        """Returns the averages on this rank after step `step`: {name of the weight: tensor or shard}."""
         return {}
 
     def tensors(self) -> Tensors:
         """Returns the tensors of this object for a checkpoint, as {name: tensor or shard}.
 
-        Loading a checkpoint overwrites these tensors in place. A shard is the part of a tensor that this rank
-        holds.
+        Loading a checkpoint overwrites them in place.
         """
         return {}
 
@@ -90,12 +79,10 @@ class DenseAverage(Average):
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
         self._flats, self._rate, self._corrects_bias = flats, rate, corrects_bias
         self._shards = [flat.average_shards() for flat in flats]
-        self._local_shards = [
-            shards[flat.ranks.index] for flat, shards in zip(flats, self._shards, strict=True)
-        ]
-        self._averages = [
-            flat.zeros(flat.around(shard)) for flat, shard in zip(flats, self._local_shards, strict=True)
-        ]
+        self._local_shards, self._averages = [], []
+        for flat, shards in zip(flats, self._shards, strict=True):
+            self._local_shards.append(shards[flat.ranks.index])
+            self._averages.append(flat.zeros(flat.around(self._local_shards[-1])))
         self.reset_to_weights()
 
     def reset_to_weights(self) -> None:
@@ -149,10 +136,7 @@ def build_average(
     """Creates the moving average (EMA) of all weights except puzzle embeddings.
 
     If config.ema is None, the methods of the result do nothing. Warns if the average will still contain much
-    of the initial weights when training ends.
-
-    flats: Objects that each store the values of many weights in one tensor. total_steps: Number of training
-    steps of the run. If None, it is unknown, and there is no warning.
+    of the initial weights when training ends. If `total_steps` is None, there is no warning.
     """
     if config.ema is None:
         return Average()
@@ -163,12 +147,10 @@ def build_average(
 
 
 def warn_of_long_average(rate: float, *, num_steps: int) -> None:
-    """Warns on rank 0 if a moving average (EMA) is too long for a run.
+    """Warns on rank 0 if an average without bias correction is too long for `num_steps` training steps.
 
     The average then still contains much of the initial weights. Example: A rate of 0.999 averages over about
-    1000 steps. Do not call it for averages with bias correction.
-
-    num_steps: Last training step of this process.
+    1000 steps.
     """
     if num_steps * (1 - rate) >= _FEW or not is_main():
         return

@@ -9,8 +9,6 @@ def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int,
     """Returns the learning rate of a training step: linear warm-up, then cosine decay.
 
     The rate rises to `base` at step `warmup_steps`, then falls to base * min_ratio at step `total_steps`.
-
-    step: Number of the training step, from 1.
     """
     if step < warmup_steps:
         return base * step / warmup_steps
@@ -19,17 +17,11 @@ def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int,
 
 
 def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> dict[str, float]:
-    """Returns the learning rates of a training step: {"lr": ..., "puzzle_emb_lr": ...}.
-
-    step: Number of the training step, from 1. total_steps: Number of training steps of the run.
-    """
-    shape = {
-        "warmup_steps": config.lr_warmup_steps,
-        "total_steps": total_steps,
-        "min_ratio": config.lr_min_ratio,
-    }
+    """Returns the learning rates of training step `step` (from 1): {"lr": ..., "puzzle_emb_lr": ...}."""
+    shape = {"warmup_steps": config.lr_warmup_steps, "min_ratio": config.lr_min_ratio}
     return {
-        name: scheduled_lr(step, base=base, **shape) for name, base in peak_learning_rates(config).items()
+        name: scheduled_lr(step, base=peak, total_steps=total_steps, **shape)
+        for name, peak in peak_learning_rates(config).items()
     }
 
 
@@ -42,4 +34,4 @@ def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
     """
     ratio = config.global_batch_size / config.lr_reference_batch_size
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[config.lr_scaling]
-    return {name: peak * factor for name, peak in config.learning_rates.items()}
+    return {"lr": config.lr * factor, "puzzle_emb_lr": config.puzzle_emb_lr * factor}

@@ -7,7 +7,7 @@ emulate it. The caller therefore chooses the dtype here.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -45,44 +45,14 @@ def _scaled(lr: float, matrix: Tensor) -> float:
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer for matrices that are not divided among ranks.
+    """The Muon optimizer for matrices. All of its `state` exists from the start, for loading checkpoints.
 
-    All of its `state` exists from the start, because a checkpoint is loaded into these tensors.
+    Tensor-parallel ranks divide each matrix. One rank then gathers the parts of the update from all ranks,
+    orthogonalizes the full update, and sends each rank its part. The ranks take turns. All ranks call `step`.
 
-    matrices: Parameters, float32 [m, n]. dtype: Dtype of the orthogonalization.
-    """
-
-    def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float, dtype: torch.dtype):
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
-        self._dtype = dtype
-        for matrix in self.param_groups[0]["params"]:
-            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        (group,) = self.param_groups
-        for matrix in group["params"]:
-            if matrix.grad is not None:
-                update = _accelerated(matrix.grad, self.state[matrix]["momentum_buffer"])
-                update = orthogonalize(update, dtype=self._dtype)
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(update, alpha=-_scaled(group["lr"], matrix))
-
-
-# Updates the momentum in place, and returns the direction of Nesterov's method.
-def _accelerated(gradient: Tensor, momentum: Tensor) -> Tensor:
-    return gradient.lerp(momentum.lerp_(gradient, 1 - _MOMENTUM), _MOMENTUM)
-
-
-class CutMuon(torch.optim.Optimizer):
-    """The Muon optimizer for matrices that ranks divide among them (tensor parallelism).
-
-    For each matrix, one rank gathers the parts of the update from all ranks, orthogonalizes the full update,
-    and sends each rank its part. The ranks take turns. All ranks call `step`.
-
-    matrices: {name: part of the matrix on this rank}. cuts: {name: `Cut`, which says where this part is in
-    the full matrix}. ranks: Group of the ranks that divide the matrices. dtype: Dtype of the
-    orthogonalization.
+    matrices: {name: matrix, or part of the matrix on this rank}, float32 [m, n]. cuts: {name: `Cut`, which
+    says where this part is in the full matrix}. If it is empty, the matrices are not divided. ranks: Group of
+    the ranks that divide the matrices. dtype: Dtype of the orthogonalization.
     """
 
     def __init__(
@@ -103,15 +73,19 @@ class CutMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         (group,) = self.param_groups
-        moving = [
-            (name, weight)
-            for name, weight in self._matrices.items()
-            if len(weight) and weight.grad is not None
-        ]
-        for index, (name, matrix) in enumerate(moving):  # the ranks take turns as owner
-            update = _accelerated(matrix.grad, self.state[matrix]["momentum_buffer"])
-            change = self._change(update, self._cuts[name], lr=group["lr"], owner=index % self._ranks.size)
-            matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
+        lr, num_updates = group["lr"], 0
+        for name, matrix in self._matrices.items():
+            if matrix.grad is None or not len(matrix):
+                continue
+            momentum = self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - _MOMENTUM)
+            update = matrix.grad.lerp(momentum, _MOMENTUM)  # the direction of Nesterov's method
+            matrix.mul_(1 - lr * group["weight_decay"])
+            if self._cuts:
+                owner = num_updates % self._ranks.size
+                matrix.add_(self._change(update, self._cuts[name], lr=lr, owner=owner))
+            else:
+                matrix.add_(orthogonalize(update, dtype=self._dtype), alpha=-_scaled(lr, matrix))
+            num_updates += 1
 
     # Returns this rank's part of the tensor to add to a matrix. All ranks call it. update: This rank's part
     # of the direction before the orthogonalization.

@@ -74,32 +74,21 @@ class PuzzleTable:
 
     A puzzle embedding is a learned vector for each puzzle identifier, a row of a table. The methods of this
     base class do nothing. It is for models without puzzle embeddings.
-
-    Attributes:
-        average: Moving average (EMA) of the embeddings.
     """
 
-    average = Average()
+    average = Average()  # moving average (EMA) of the embeddings
 
     def prepare(self, identifiers: Tensor) -> None:
-        """Makes some puzzle embeddings available on this rank for a training step.
+        """Makes the puzzle embeddings that a training step will read available on this rank.
 
-        All ranks call it before the step.
-
-        identifiers: Numbers of the embeddings that this rank will read, int [n], with repeats.
+        All ranks call it before the step. identifiers: int [n], with repeats.
         """
 
     def reduce(self, *, step: int) -> None:
-        """Sums the gradients of the puzzle embeddings over ranks, for `update_`. All ranks call it.
-
-        step: Number of the training step, from 1.
-        """
+        """Sums the gradients of training step `step` over ranks, for `update_`. All ranks call it."""
 
     def keep_own(self, *, step: int) -> None:
-        """Stores this rank's gradients of the puzzle embeddings for `update_`.
-
-        Call it instead of `reduce` if ranks train separately and merge their weights every few steps
-        (local_steps > 1).
+        """Stores this rank's gradients for `update_`. With local_steps > 1, it is called instead of `reduce`.
 
         step: Number of the first training step after the last call of `merge`.
         """
@@ -107,43 +96,30 @@ class PuzzleTable:
     def update_(self, lr: float) -> None:
         """Updates the puzzle embeddings that this training step used. Does not communicate.
 
-        First call `reduce`, or `keep_own` if ranks train separately (local_steps > 1). They provide the
-        gradients. The moving average of an embedding is computed only when the embedding is about to change.
-        This method first brings it up to date with the old embedding, and then changes the embedding.
-
-        lr: Learning rate.
+        First call `reduce`, or `keep_own` with local_steps > 1. They provide the gradients.
         """
 
     def merge(self, *, step: int) -> None:
-        """Makes the puzzle embeddings equal on all ranks. All ranks call it.
+        """Makes the puzzle embeddings equal on all ranks, with local_steps > 1. All ranks call it.
 
-        Call it every few steps if ranks train separately (local_steps > 1). If some ranks have changed an
-        embedding since the last call, it becomes the mean of its values on these ranks.
+        If some ranks have changed an embedding since the last call, it becomes the mean of their values.
 
         step: Number of the first training step after the last call.
         """
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Makes some puzzle embeddings available on this rank for an evaluation.
-
-        All ranks call it. identifiers: Numbers of the embeddings, int [n].
-        """
+        """As `prepare`, for an evaluation. All ranks call it."""
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """Overwrites the puzzle embeddings of all ranks with those in `weights` of rank 0.
+        """Overwrites the puzzle embeddings of all ranks with those in `weights` of rank 0. All ranks call it.
 
-        It does so only if each rank holds a part of the embeddings. If every rank holds all of them, it does
-        nothing. All ranks call it.
+        If every rank holds all embeddings, it does nothing.
 
         weights: On rank 0, {name: full weight}, with all embeddings. On other ranks, {}.
         """
 
     def rows(self) -> Tensors:
-        """Returns the puzzle embeddings for a checkpoint, as {name: tensor or shard}.
-
-        If ranks divide the embeddings, the shard contains those of this rank. Returns {} if the model has no
-        embeddings.
-        """
+        """Returns the puzzle embeddings on this rank for a checkpoint, as {name: tensor or shard}."""
         return {}
 
 
@@ -170,8 +146,7 @@ class _Table(PuzzleTable):
     def update_(self, lr: float) -> None:
         rows, gradients = self._gradients
         self.average.before_change(self._identifiers_of(rows), step=self._step)
-        weights = self.embedding.weights
-        sign_sgd_rows_(weights, rows, gradients, lr=lr, weight_decay=self._weight_decay)
+        sign_sgd_rows_(self.embedding.weights, rows, gradients, lr=lr, weight_decay=self._weight_decay)
 
 
 class Replicated(_Table):

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 class RowAverage(Average):
     """The moving average (EMA) of the puzzle embeddings. Each rank averages some of them.
 
-    A training step changes only a few embeddings. Without bias correction, the difference between the average
-    and an unchanged embedding is multiplied by `rate` in each step, so by rate^n in n steps. This is computed
-    in one operation, when the embedding is about to change or when the average is read.
+    Without bias correction, the difference between the average and an unchanged embedding is multiplied by
+    `rate` in each step, so by rate^n in n steps. This is computed in one operation.
 
-    table: Table of puzzle embeddings, with one embedding in each row.
     rate: Factor of the old average in each step, close to 1.
     corrects_bias: If True, the bias is corrected as in Adam: the initial embeddings have no influence on the
         average. The factor of the old average is then 0 in step 1, and rises toward `rate`.
@@ -40,9 +38,8 @@ class RowAverage(Average):
         self._owned = rows_of_rank(table.num_rows, self._ranks.index, self._ranks.size)
         # Writes for rows of other ranks go to the extra row: a selection would make the host wait for a GPU.
         num_kept = len(self._owned) + 1
-        self._rows = self._weights.new_zeros(
-            num_kept, self._weights.shape[1]
-        )  # average of row i after step _steps[i]
+        # The average of row i after step _steps[i].
+        self._rows = self._weights.new_zeros(num_kept, self._weights.shape[1])
         self._steps = torch.zeros(num_kept, dtype=torch.int32, device=self._weights.device)
         self.reset_to_weights()
 

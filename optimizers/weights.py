@@ -14,7 +14,7 @@ from distributed.mesh import Mesh
 from distributed.shards import Shard, Span, Tensors, part_of_whole, tensor_of
 from distributed.tensor import Cut
 from optimizers.adam_atan2 import AdamATan2
-from optimizers.muon import CutMuon, Muon
+from optimizers.muon import Muon
 
 # Numbers of each rank that are sent with the gradients, or with the changes of weights: sum of losses,
 # gradient norm (only with local steps), stop request (0 or 1).
@@ -22,11 +22,7 @@ SCALARS = ("loss", "grad_norm", "stop")
 
 
 class AdamW(torch.optim.AdamW):
-    """The fused AdamW of torch (arXiv 1711.05101), with all of its `state` from the start.
-
-    The constructor creates the `state`, because a checkpoint is loaded into these tensors. Parameters without
-    a gradient do not change.
-    """
+    """The fused AdamW of torch (arXiv 1711.05101). Its `state` exists from the start, for checkpoints."""
 
     def __init__(
         self, parameters: Iterable[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float
@@ -41,18 +37,11 @@ class AdamW(torch.optim.AdamW):
 
 
 class ParameterGroup(NamedTuple):
-    """An optimizer, and the names of the weights that it updates.
+    """An optimizer, and the names of the weights that it updates."""
 
-    Attributes:
-        names: Names of the weights. They have the same weight decay.
-        optimizer: The optimizer.
-        flat: Object that stores the values of many weights in one tensor, and their gradients in another. It
-            contains the weights `names`, and may contain others.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # they have the same weight decay
     optimizer: torch.optim.Optimizer
-    flat: FlatParameters
+    flat: FlatParameters  # contains the weights `names`, and perhaps others
 
 
 class Weights:
@@ -108,19 +97,18 @@ class Weights:
         return norm
 
     def update_(self, lr: float, *, step: int) -> None:
-        """Runs the optimizers on the weights that this rank updates. All ranks call it.
+        """Runs the optimizers on the weights that this rank updates, in training step `step` (from 1).
 
-        lr: Learning rate. step: Number of the training step, from 1, for bias corrections.
+        All ranks call it.
         """
         for group in self.groups:
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()
 
     def gather_(self) -> None:
-        """Sends updated weights to all ranks that need them in the forward pass.
+        """Sends updated or loaded weights to all ranks that need them in the forward pass. All ranks call it.
 
-        All ranks call it after an update, or after loading weights. In mixed precision, it also casts the
-        weights to the dtype of the forward pass.
+        In mixed precision, it also casts the weights to the dtype of the forward pass.
         """
         for flat in self.flats:
             flat.gather_()
@@ -165,9 +153,7 @@ class Weights:
                 for moment, tensor in group.optimizer.state.get(tensor_of(part), {}).items():
                     if isinstance(part, Shard) and tensor.ndim:
                         tensor = part._replace(tensor=tensor)
-                    elif (
-                        group.flat.is_part
-                    ):  # a step count is equal on all ranks that hold a part of the weight
+                    elif group.flat.is_part:  # a step count is equal on all ranks with a part of the weight
                         cut = group.flat.cuts.get(name)
                         is_copy = group.flat.ranks.index > 0 or (cut is not None and cut.begin > 0)
                         tensor = Shard(tensor, (Span(0, 1),), (), is_copy=is_copy)
@@ -255,19 +241,19 @@ def _groups_of(
         names = [name for name in flat.parameters if (name in flat.undecayed) == is_undecayed]
         names = tuple(name for name in names if name not in flat.unsplit)
         adam = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": weight_decay}
-        if names and (optimizer_class := find_optimizer(config.optimizer)) is not None:
+        if not names:
+            continue
+        parts = [tensor_of(flat.owned[name]) for name in names]
+        if (optimizer_class := find_optimizer(config.optimizer)) is not None:
             options = {"lr": config.lr, "weight_decay": weight_decay, **(config.optimizer_options or {})}
-            yield ParameterGroup(
-                names, optimizer_class([tensor_of(flat.owned[name]) for name in names], **options), flat
-            )
-        elif names and config.optimizer == "adamw":
-            yield ParameterGroup(names, AdamW([tensor_of(flat.owned[name]) for name in names], **adam), flat)
-        elif names:
-            rule = AdamATan2(flat, names, compiler_options=compiler_options, **adam)
-            yield ParameterGroup(names, rule, flat)
+            optimizer = optimizer_class(parts, **options)
+        elif config.optimizer == "adamw":
+            optimizer = AdamW(parts, **adam)
+        else:
+            optimizer = AdamATan2(flat, names, compiler_options=compiler_options, **adam)
+        yield ParameterGroup(names, optimizer, flat)
     if matrices := tuple(name for name in flat.parameters if name in flat.unsplit):
         parts = {name: tensor_of(flat.owned[name]) for name in matrices}
         options = {"lr": config.lr, "weight_decay": config.weight_decay}
         options["dtype"] = getattr(torch, config.arch.forward_dtype)
-        rule = CutMuon(parts, flat.cuts, tensor, **options) if flat.cuts else Muon(parts.values(), **options)
-        yield ParameterGroup(matrices, rule, flat)
+        yield ParameterGroup(matrices, Muon(parts, flat.cuts, tensor, **options), flat)

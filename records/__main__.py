@@ -79,21 +79,13 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--rung", choices=RUNGS, metavar="NAME", help="rung to run: %(choices)s")
     what.add_argument("--table", action="store_true", help="only update the tables of all records")
-    parser.add_argument(
-        "--seeds", type=positive, default=3, metavar="N", help="number of seeds (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--first-seed", type=int, default=0, metavar="S", help="first seed (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--folder", type=Path, metavar="PATH", help="folder that keeps data and runs (default: none)"
-    )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        metavar="PATH",
-        help=f"source of data that is not in the repository (default: ${_SOURCE}, or the public dataset)",
-    )
+    seeds, first = "number of seeds (default: %(default)s)", "first seed (default: %(default)s)"
+    parser.add_argument("--seeds", type=positive, default=3, metavar="N", help=seeds)
+    parser.add_argument("--first-seed", type=int, default=0, metavar="S", help=first)
+    folder = "folder that keeps data and runs (default: none)"
+    parser.add_argument("--folder", type=Path, metavar="PATH", help=folder)
+    source = f"source of data that is not in the repository (default: ${_SOURCE}, or the public dataset)"
+    parser.add_argument("--source", type=Path, metavar="PATH", help=source)
     processes = "number of processes (default: that of the rung). Use it on a shared machine"
     parser.add_argument("--processes", type=positive, metavar="N", help=processes)
     dtype = "number format: %(choices)s (default: that of the folder, or the fast one on this machine)"
@@ -141,9 +133,7 @@ def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
     if with_test_time:
         for run in runs:
             run["test_time"] = rerun.reason_longer(run["seed"])
-            texts = (
-                "{steps} x {samples}: {exact_accuracy:.4f}".format(**result) for result in run["test_time"]
-            )
+            texts = ("{steps} x {samples}: {exact_accuracy:.4f}".format(**each) for each in run["test_time"])
             print(f"seed {run['seed']}, steps x samples at test time: {', '.join(texts)}", flush=True)
     return summarize(rerun.rung, runs) | rerun.machine | {"runs": runs}
 
@@ -170,7 +160,6 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
     Keys are for example "exact_accuracy_mean", "seconds_max", "goal" and "commit" (of git).
 
-    rung: Benchmark task.
     runs: Results of each seed, as `Rerun.train` returns them.
     """
     summary: dict[str, Any] = {"rung": rung.name}

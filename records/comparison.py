@@ -80,9 +80,8 @@ _COLUMNS = {  # {column of the page: function of the results of all seeds of a m
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = OneLineParser("records.comparison", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--folder", type=Path, required=True, metavar="PATH", help="folder that keeps data and runs"
-    )
+    keeps = "folder that keeps data and runs"
+    parser.add_argument("--folder", type=Path, required=True, metavar="PATH", help=keeps)
     dtype = "number format: %(choices)s (default: that of the folder, or the fast one on this machine)"
     parser.add_argument("--dtype", choices=FORMATS, help=dtype)
     arguments = parser.parse_args(argv)
@@ -95,7 +94,6 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
     Writes the results after each training. Raises ValueError if the folder contains results in another dtype.
 
     plan: Content of records/comparison.yaml: models and trainings.
-    folder: Folder for data, runs and results.
     dtype: Dtype of the trainings, such as "bfloat16". If None, the dtype of earlier trainings in the folder.
     If there are none, the dtype in the config of the trainings, or else the fast one on this machine.
     """
@@ -128,8 +126,8 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
                 key = {"training": title, "model": model_name, "seed": seed}
                 if any(key.items() <= row.items() for row in results):
                     continue
-                options = {"forward_dtype": chosen}
-                rerun = build_rerun(plan, model_name, training, folder, f"lr={rates[model_name]}", **options)
+                lr = f"lr={rates[model_name]}"
+                rerun = build_rerun(plan, model_name, training, folder, lr, forward_dtype=chosen)
                 results.append(train(rerun, seed) | key | {"lr": rates[model_name]})
                 write_results(plan, content, folder)
                 print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
@@ -143,9 +141,6 @@ def tune(
     Returns a dict with "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells),
     "petaflops" (operations of the training, in 1e15) and "processor_hours" (its CPU time).
 
-    plan: Content of records/comparison.yaml.
-    model_name: Name of the model in the plan.
-    folder: Folder of the comparison.
     forward_dtype: Dtype, unless the plan sets one for the model.
     """
     tuning = plan["tuning"]
@@ -171,31 +166,24 @@ def build_rerun(
     Builds the dataset if it is missing. Chooses the number of training steps so that the training costs the
     planned number of operations.
 
-    plan: Content of records/comparison.yaml.
-    model_name: Name of the model in the plan.
     training: Entry of the plan with the benchmark task ("rung") and the number of operations ("petaflops").
-    folder: Folder of the comparison.
     overrides: More key=value arguments of pretrain.py.
     forward_dtype: Dtype, unless the plan sets one for the model.
     """
     model, rung = plan["models"][model_name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)
     data.build_data()
-    rerun_folder = data.folder / re.sub(
-        r"\W+", "_", " ".join((model_name, f"{training['petaflops']:g}", *overrides))
-    )
+    name = re.sub(r"\W+", "_", " ".join((model_name, f"{training['petaflops']:g}", *overrides)))
     overrides = (*_overrides(plan, model_name), *overrides, f"data_path={data.folder / 'data'}")
     if compose_overrides(PretrainConfig, overrides).arch.forward_dtype == "auto":
         overrides = (*overrides, f"{FORMAT_KEY}={forward_dtype}")
     config = compose_overrides(PretrainConfig, [*overrides, "train_steps=1"])
     opened = open_data(config)
-    metadata = opened.dataset.metadata
-    of_step = opened.schedule.petaflops(1, count_steps(config, metadata))
+    of_step = opened.schedule.petaflops(1, count_steps(config, opened.dataset.metadata))
     overrides = (*overrides, f"train_steps={round(training['petaflops'] / of_step)}", "seed={seed}")
     options = {"test_time": model["longer"], "processes": plan["processes"]}
-    return Rerun(
-        dataclasses.replace(rung, trainings=(" ".join(overrides),), **options), rerun_folder, source=None
-    )
+    rung = dataclasses.replace(rung, trainings=(" ".join(overrides),), **options)
+    return Rerun(rung, data.folder / name, source=None)
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
@@ -204,8 +192,6 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     "accuracies" (fractions of solved puzzles) and "gigaflops" (1e9 operations per puzzle) are lists with two
     values. The first value is measured with the usual number of model calls per puzzle, the second one with
     more calls.
-
-    rerun: The training, as `build_rerun` returns it.
     """
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     trained = read_run(rerun.run_folder(seed))
@@ -218,11 +204,7 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
 
 
 def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -> None:
-    """Writes comparison.json, the page README.md and the picture comparison.svg into `folder`.
-
-    plan: Content of records/comparison.yaml.
-    content: Content of comparison.json.
-    """
+    """Writes comparison.json (`content`), the page README.md and the picture comparison.svg."""
     write_json(folder / _JSON, content)
     results = content["results"]
     text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **content), []
@@ -243,14 +225,13 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
         chart = line_chart(training, lines, x_label="GFLOP of an answer", **options)
         names = (f'<tspan fill="var(--{role})">{name}</tspan>' for name, role in chart.legend)
         panels.append(((training, " ".join(names)), chart))
-    text += _LEARNING_RATES.format(**plan["tuning"]) + _table(
-        ["model", "lr", "exact accuracy", "accuracy of cells"],
-        [
-            [name, f"{row['lr']:g}", f"{row['exact_accuracy']:.3f}", f"{row['accuracy']:.3f}"]
-            for name, rows in content["tuning"].items()
-            for row in sorted(rows, key=lambda row: row["lr"])
-        ],
-    )
+    tried = [
+        [name, f"{row['lr']:g}", f"{row['exact_accuracy']:.3f}", f"{row['accuracy']:.3f}"]
+        for name, rows in content["tuning"].items()
+        for row in sorted(rows, key=lambda row: row["lr"])
+    ]
+    text += _LEARNING_RATES.format(**plan["tuning"])
+    text += _table(["model", "lr", "exact accuracy", "accuracy of cells"], tried)
     if panels:
         write_text(folder / _PICTURE, chart_file(panels, title=_TITLE))
     write_text(folder / _PAGE, text)

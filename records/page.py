@@ -19,11 +19,8 @@ _README_RUNGS = ("demo", "sudoku_extreme_search", "maze_15x15")
 _CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # shown in README.md
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "processor-hours", "PF")
 _COLUMNS += ("thinking longer", "machine", "made by")
-_SHORT_COLUMNS = {name: name for name in ("rung", "puzzles", "goal", "accuracy")}
-_SHORT_COLUMNS |= {
-    "seconds": "seconds on two cores",
-    "machine": "machine",
-}  # {column: its title in README.md}
+_SHORT_COLUMNS = {name: name for name in ("rung", "puzzles", "goal", "accuracy")}  # {column: its title}
+_SHORT_COLUMNS |= {"seconds": "seconds on two cores", "machine": "machine"}
 _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # records on each side, to smooth a faint line
 
 
@@ -32,8 +29,7 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
 
     Both pages change only between two marker lines. Raises ValueError if a page lacks them.
 
-    root: Folder of the repository.
-    folder: Folder records/, from which the results are read.
+    root: Folder of the repository. folder: Folder records/, from which the results are read.
     """
     records = {rung: read_entries(folder / name) for name, rung in RUNGS.items()}
     rows = [row for rung, entries in records.items() for row in _rows(rung, entries)]
@@ -136,9 +132,7 @@ def draw_curves(rung: Rung, entry: dict[str, Any], folder: Path) -> str:
 
     A dashed line shows the goal. Faint lines show the smoothed accuracy on training puzzles.
 
-    rung: Benchmark task.
-    entry: Results of the task, an entry of its record.json.
-    folder: Folder with this record.json.
+    entry: Results of the task, an entry of record.json in `folder`.
     """
     lines, faint, last = [], [], 0.0
     for run in entry["runs"]:
@@ -156,12 +150,8 @@ def draw_curves(rung: Rung, entry: dict[str, Any], folder: Path) -> str:
     puzzles, _, detail = rung.what.partition(", ")
     goal = f'<tspan fill="var(--good)">goal {rung.goal:g} in {duration(rung.seconds)}</tspan>'
     measured = rung.metric.rpartition("/")[2].replace("_", " ")
-    lines = (
-        puzzles,
-        f"{detail and detail + '; '}{goal}",
-        f"{measured}, {seeds}; faint lines: during training",
-    )
-    return chart_file([(lines, chart)], title=title)
+    described = f"{measured}, {seeds}; faint lines: during training"
+    return chart_file([((puzzles, f"{detail and detail + '; '}{goal}", described), chart)], title=title)
 
 
 def _smooth(values: list[float]) -> list[float]:

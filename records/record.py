@@ -39,7 +39,6 @@ def write_record(
     result: What `python -m records` prints as JSON.
     rows: {seed: records of the log}. The stored logs are shortened.
     change: Sentence that says what has changed since the earlier results.
-    command: Command that produced the results.
     folder: Folder that contains a folder for each task.
     """
     folder = folder / result["rung"]
@@ -75,8 +74,6 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
     """Returns the results of a benchmark task, one dict for each instruction set and dtype.
 
     Returns [] if there are none. Raises ValueError if record.json is damaged.
-
-    folder: Folder of the task.
     """
     try:
         return read_json(folder / "record.json")["entries"]
@@ -85,10 +82,7 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def best_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the result with the most seeds from all results of a benchmark task.
-
-    If several results have as many seeds, returns the newest one.
-    """
+    """Returns the result with the most seeds, or the newest one of several."""
     return max(entries, key=lambda entry: (entry["seeds"], entry["date"]))
 
 
@@ -98,13 +92,9 @@ def logs_of(entry: Mapping[str, Any]) -> str:
 
 
 def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
-    """Returns the stored log of a training as a list of dicts.
+    """Returns the stored log of a training, [{"step": 100, "train/lm_loss": 0.5}, ...].
 
-    Example of a dict: {"step": 100, "train/lm_loss": 0.5}.
-
-    folder: Folder of the benchmark task, with record.json.
-    entry: Entry of record.json.
-    seed: Seed of the training.
+    entry: Entry of record.json in `folder`.
     """
     lines = read_lines(folder / logs_of(entry) / f"seed_{seed}.jsonl")
     return [parse_json(line, where="a row") for line in lines]
@@ -115,8 +105,6 @@ def thin(rows: Sequence[Row]) -> list[Row]:
 
     It contains at most 200 evenly spaced records, the last record, and all records with an evaluation. Of the
     training metrics, it has only a few, such as "train/lm_loss". Values are rounded to five digits.
-
-    rows: Records of the log.
     """
     stride, thinned = -(-len(rows) // _MOST_LINES), []
     for index, row in enumerate(rows):

@@ -12,39 +12,23 @@ _SEEDED = "seed={seed} data_path={data}"
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """A benchmark task: fixed data, a goal for the accuracy, and a time limit.
-
-    Attributes:
-        what: Description of the puzzles, for tables.
-        builder: Arguments of `python -m dataset.build` for the first dataset, without --output-dir.
-            "{source}" stands for the path of external data.
-        public: Public dataset that replaces {source} if the user passes no path. "" if there is none.
-        also: Arguments of `python -m dataset.build` for a second dataset. "" if there is none.
-        trainings: Arguments of pretrain.py, one text for each training. The trainings run one after the
-            other, and the last model is evaluated. These names in braces are replaced: {name} (name of the
-            task), {seed}, {data} and {more_data} (folders of the two datasets), {before} (run folder of the
-            previous training).
-        goal: Lower limit for the mean of `metric` over seeds.
-        seconds: Time limit for a seed: building the data, training and evaluation.
-        judge: Arguments of evaluate.py for the evaluation that counts. If "", the last evaluation during
-            training counts.
-        test_time: Arguments of evaluate.py for an evaluation with more model calls or more runs of each
-            puzzle. Its time does not count.
-        metric: Metric to compare with the goal, averaged over test sets.
-        processes: Number of processes, with one thread each.
-    """
+    """A benchmark task: fixed data, a goal for the accuracy, and a time limit."""
 
     name: str
-    what: str
+    what: str  # description of the puzzles, for tables
+    # Arguments of `python -m dataset.build`, without --output-dir. {source} is the path of external data.
     builder: str
-    goal: float
-    seconds: float
+    goal: float  # lower limit for the mean of `metric` over seeds
+    seconds: float  # time limit for a seed: building the data, training and evaluation
+    # Arguments of evaluate.py for more model calls or runs of each puzzle. The time does not count.
     test_time: str
-    metric: str = "exact_accuracy"
-    processes: int = 2
-    also: str = ""
-    judge: str = ""
-    public: str = ""
+    metric: str = "exact_accuracy"  # averaged over test sets
+    processes: int = 2  # with one thread each
+    also: str = ""  # as `builder`, for a second dataset
+    judge: str = ""  # arguments of evaluate.py. If "", the last evaluation during training counts
+    public: str = ""  # public dataset that replaces {source} if the user passes no path
+    # Arguments of pretrain.py for trainings one after the other. The last model is evaluated. {data} and
+    # {more_data} are the folders of the datasets, and {before} is the run folder of the previous training.
     trainings: tuple[str, ...] = ("experiment={name} " + _SEEDED,)
 
     @property
@@ -56,7 +40,6 @@ class Rung:
 
         Example: [["-m", "dataset.build", "sudoku", ..., "--output-dir", "<folder>/data"]].
 
-        folder: Folder for the datasets.
         source: Path of external data. If None, `public`.
         """
         commands = []

@@ -44,8 +44,6 @@ _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 class Rerun:
     """Runs a benchmark task in a folder: builds its data, trains, and evaluates.
 
-    rung: Benchmark task.
-    folder: Folder for data, runs and measured times.
     source: Path of external data. None if the task needs none.
     overrides: key=value arguments of pretrain.py that change the task's config.
     dtype: Dtype, such as "bfloat16". If None, the dtype of earlier trainings in the folder. If there are
@@ -122,8 +120,6 @@ class Rerun:
         programs used, or None).
 
         Exits the program if a training fails or is stopped early.
-
-        data_seconds: Seconds that building the data took.
         """
         rung, clocks, petaflops = self.rung, [Clock(self._data_clock)], []
         for run, recipe in self._trainings(seed):
@@ -139,9 +135,8 @@ class Rerun:
                     fail(f"seed {seed} was stopped early. To continue, run the same command with --folder.")
             petaflops.append(read_run(run).petaflops)
         rows = self.rows(seed, data_seconds=data_seconds)
-        found = {
-            metric: final_evaluation(rows, metric) for metric in ("exact_accuracy", rung.metric, "count")
-        }
+        metrics = ("exact_accuracy", rung.metric, "count")
+        found = {metric: final_evaluation(rows, metric) for metric in metrics}
         if rung.judge:
             folder = self.run_folder(seed).parent
             clocks.append(Clock(folder / "judge.clock.json"))
@@ -170,14 +165,10 @@ class Rerun:
 
         A dict belongs to one training step. It has the additional key "seconds": the time to build the data
         and to train up to this step.
-
-        data_seconds: Seconds that building the data took.
         """
         *before, last = (Clock(run.parent / "clock.json") for run, _ in self._trainings(seed))
-        rows, began = (
-            read_run(self.run_folder(seed)).rows,
-            data_seconds + sum(clock.seconds for clock in before),
-        )
+        rows = read_run(self.run_folder(seed)).rows
+        began = data_seconds + sum(clock.seconds for clock in before)
         when = {step: {"seconds": round(began + seconds, 1)} for step, seconds in last.times.items()}
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
@@ -195,9 +186,7 @@ class Rerun:
         settings = []
         for of_sets in zip(*(content["corners"] for content in sets), strict=True):
             shares = [next(iter(corner["ways"].values())) for corner in of_sets]
-            names = [
-                metric for metric in ("exact_accuracy", "valid_accuracy", "calls") if metric in shares[0]
-            ]
+            names = [name for name in ("exact_accuracy", "valid_accuracy", "calls") if name in shares[0]]
             means = {metric: statistics.fmean(share[metric] for share in shares) for metric in names}
             settings.append({key: of_sets[0][key] for key in ("steps", "samples")} | means)
         settings[-1][rung.metric] = statistics.fmean(of_set[rung.metric] for of_set in metrics)
@@ -252,9 +241,7 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
 
     Returns None if the metric was not logged.
 
-    rows: Records of the log.
-    metric: Name without split and test set, such as "exact_accuracy".
-    of: Split, "eval" or "validation".
+    metric: Name without split and test set, such as "exact_accuracy". of: Split, "eval" or "validation".
     """
     for row in reversed(rows):
         values = [metrics[metric] for metrics in metrics_by_set(row, of).values() if metric in metrics]
@@ -264,11 +251,9 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
 
 
 def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
-    """Runs a command to its end. Its output is appended to the file `log`.
+    """Runs a command to its end, while the clock runs. Its output is appended to the file `log`.
 
     If the command fails, exits this program with the command's error message.
-
-    clock: Clock that measures the time of the command.
     """
     print(f"running {shlex.join(command[:8])} ... (output: {log})", file=sys.stderr, flush=True)
     begin = log.stat().st_size if log.exists() else 0

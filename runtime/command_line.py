@@ -88,11 +88,9 @@ def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {option: value} of a dataset builder, for the manifest file of the dataset.
+    """Returns {option: value} of a dataset builder, without --output-dir, for the manifest of the dataset.
 
-    The option --output-dir is left out.
-
-    options: Parsed command line. instead: {option: value} to overwrite or add.
+    instead: {option: value} to overwrite or add.
     """
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 

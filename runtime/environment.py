@@ -45,10 +45,7 @@ if not _WAITING & os.environ.keys():
 def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), cgroup_list: Path = Path("/proc/self/cgroup")) -> int:
     """Returns how many CPU cores this process may use, at least 1.
 
-    CPU affinity and cgroup quotas limit them.
-
-    cgroups: Folder where the cgroup files are mounted. cgroup_list: File that lists the cgroups of this
-    process.
+    CPU affinity and cgroup quotas limit them. cgroup_list: File that lists the cgroups of this process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:

@@ -23,10 +23,7 @@ _SCHEME = re.compile(r"hf:/+")  # pathlib.Path turns hf://a/b into hf:/a/b
 class Address:
     """A repository on the Hugging Face Hub, such as hf://OWNER/NAME.
 
-    Attributes:
-        kind: Kind of the repository, "model" or "dataset".
-        repo: OWNER/NAME.
-        revision: Branch, tag or commit. If None, the head of the main branch.
+    revision: Branch, tag or commit. If None, the head of the main branch.
     """
 
     kind: Literal["model", "dataset"]
@@ -127,7 +124,6 @@ def download_file(
 
     pinned: Repository, with the hash of a commit as revision. name: Path of the file in the repository.
     by_hand: Advice for the user if the Hub cannot be reached. num_bytes: Size of the file, for the message.
-    say: Function that prints a line.
     """
     client = import_client()
     file = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision, "filename": name}

@@ -16,10 +16,7 @@ _WANDB_STEP_FILE = "wandb_step"
 
 
 class MetricsFile:
-    """Appends the metrics of a training run to metrics.jsonl, one JSON object a line.
-
-    Writes are not buffered.
-    """
+    """Appends the metrics of a training run to metrics.jsonl, one JSON object a line, without a buffer."""
 
     name = METRICS_FILE
 
@@ -42,7 +39,7 @@ def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict
 
     Skips lines that are not a JSON object with a valid `step`. If the file does not exist, yields nothing.
 
-    run_folder: Folder that contains the file. name: Name of another file of the same form.
+    name: Name of another file of the same form.
     """
     with contextlib.suppress(MissingFileError):
         for line in read_lines(run_folder / name, allows_zeros=True):

@@ -58,9 +58,8 @@ def _import(text: str, path: Path) -> ModuleType:
 def _line_of(error: Exception, file: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f", line {error.lineno}"
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
     return f", line {lines[-1]}" if lines else ""
 
 
@@ -69,20 +68,13 @@ def plugin_paths() -> list[str]:
 
 
 def defined(part: str) -> list[Any]:
-    """Returns the values of a global variable in all imported plugins that define it.
-
-    part: Name of the variable, such as "KIND" or "OPTIMIZER".
-    """
+    """Returns the values of a global variable, such as "KIND", in all imported plugins that define it."""
     return [vars(module)[part] for module in _loaded.values() if part in vars(module)]
 
 
 def plugin_of(part: str, value: Any) -> ModuleType | None:
-    """Returns the plugin whose global variable `part` is the object `value`, or None.
-
-    part: Name of the variable, such as "KIND" or "OPTIMIZER".
-    """
-    found = (module for module in _loaded.values() if vars(module).get(part) is value)
-    return next(found, None)
+    """Returns the plugin with the global variable `part`, such as "KIND", that is the object `value`."""
+    return next((module for module in _loaded.values() if vars(module).get(part) is value), None)
 
 
 def plugin_files() -> Iterator[tuple[str, Path]]:

@@ -124,11 +124,7 @@ def read_lines(path: Path, *, most: int = MOST_BYTES, allows_zeros: bool = False
 
 
 def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
-    """Returns the value in a JSON file. A file that ends in .gz is decompressed.
-
-    Raises ValueError if the file cannot be read, has more than `most` bytes, or is not valid JSON
-    (`parse_json`).
-    """
+    """Returns the value in a JSON file, read as in `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path, most=most), where=str(path))
 
 

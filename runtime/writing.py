@@ -59,9 +59,7 @@ def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
 def to_yaml(value: Any, **options: Any) -> str:
     """Returns a value as YAML text, without aliases, because `runtime.reading` refuses them.
 
-    Keys keep their order.
-
-    options: Options of yaml.dump.
+    Keys keep their order. options: Options of yaml.dump.
     """
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
@@ -75,10 +73,7 @@ def open_to_append(path: Path) -> IO[bytes]:
 
 
 def flush(path: Path) -> None:
-    """Calls fsync on a file or a folder, so that its content survives a power loss.
-
-    Raises OSError if that fails.
-    """
+    """Calls fsync on a file or a folder, so that its content survives a power loss. May raise OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

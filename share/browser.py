@@ -58,22 +58,15 @@ _REMEDY = f"Set runtime=FOLDER to a folder with the files of the npm package {PA
 
 @dataclasses.dataclass(frozen=True)
 class Exhibit:
-    """A model on the web page.
+    """A model on the web page."""
 
-    name   name of the model's folder in the page
-    facts  facts that the page shows and needs: size of the grid, puzzles to solve, and others
-    """
-
-    name: str
+    name: str  # name of the model's folder in the page
     model: HaltingModel
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # what the page shows and needs: size of the grid, puzzles to solve, and others
 
     @property
     def listed(self) -> dict[str, Any]:
-        """The model's entry in models.json, the list of all models on the page.
-
-        Example: {"name": "demo", "title": "Sudokus 4 x 4 ...", "kind": "sudoku", "rows": 4, "columns": 4}.
-        """
+        """The model's entry in models.json: {"name": "demo", "title": ..., "kind", "rows", "columns"}."""
         facts = self.facts
         first, *rest = facts["plural"]
         title = f"{first.upper()}{''.join(rest)} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
@@ -84,8 +77,6 @@ def write_page(config: PageConfig) -> None:
     """Writes the folder of a web page that runs models in the browser.
 
     If it raises ValueError, nothing is written.
-
-    config: Config of the command `python -m share page`.
     """
     output = check_output_folder(Path(config.output), mark=MODELS, maker="share page", key="output")
     check_packages()
@@ -125,7 +116,6 @@ def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
     Returns [] if there is no page. Raises ValueError if models.json is damaged, or if the folder of a model
     is missing.
 
-    page: Folder of the page.
     names: Names of models to leave out.
     """
     if not (page / MODELS).exists():
@@ -148,7 +138,6 @@ def open_page(folder: Path, *, port: int = 8000) -> None:
 
     Raises ValueError if the folder was not written by `write_page`.
 
-    folder: Folder of the page.
     port: Port of the server at localhost. If it is in use, any free port.
     """
     if not (folder / MODELS).is_file():
@@ -177,8 +166,6 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     A model that comes with this repository (in weights/) gets newly generated puzzles, if its kind of puzzle
     has a generator. Other models get puzzles of the test split of their dataset. Raises ValueError if a page
     cannot run the model.
-
-    config: Config of the command `python -m share page`.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)
@@ -202,9 +189,8 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
         if not is_search:
             puzzles.insert(0, puzzles.pop(first_solved(model, puzzles, steps)))
     else:
-        puzzles = choose_puzzles(
-            open_datasets(folders, splits=("test",), read_everything=False), config.puzzles
-        )
+        data = open_datasets(folders, splits=("test",), read_everything=False)
+        puzzles = choose_puzzles(data, config.puzzles)
     keep_embeddings(model, puzzles)
     of_puzzles = {"puzzles": puzzles, "made_up": made_up, "steps": steps}
     return Exhibit(checkpoint.run_folder.name, model, describe(checkpoint, model, info) | of_puzzles)
@@ -233,8 +219,6 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
     A puzzle is a dict with "inputs" and "labels", lists of tokens. Returns [] if there is no generator for
     this kind of puzzle.
-
-    info: Description of the dataset.
     """
     if info.kind is None or info.kind.make_up is None:
         return []
@@ -244,12 +228,9 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves.
-
-    Returns 0 if it solves none.
+    """Returns the index of the first puzzle that the model solves with `steps` calls, or 0 if it solves none.
 
     puzzles: Dicts with "inputs" and "labels", lists of tokens.
-    steps: Number of calls of the model.
     """
     inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
@@ -305,9 +286,8 @@ def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
     if folder is None and shutil.which("npm") is None:
         raise ValueError(f"npm is not installed. {_REMEDY}, or install npm.")
     of_package = folder or _fetch(scratch)
-    found = [
-        next(filter(Path.is_file, (of_package / "dist" / name, of_package / name)), None) for name in FILES
-    ]
+    places = [(of_package / "dist" / name, of_package / name) for name in FILES]
+    found = [next(filter(Path.is_file, paths), None) for paths in places]
     if None in found:
         raise ValueError(f"runtime={folder} has no {FILES[found.index(None)]}. {_REMEDY}.")
     return found

@@ -46,7 +46,6 @@ def model_card(
     """Returns the model card of a trained model as text, for the Hugging Face Hub.
 
     address: Address of the repository on the Hub, or the name of a model in weights/.
-    license: Identifier of the license, such as "apache-2.0".
     shared: Content of the config.json that is shared with the weights.
     state: Content of the checkpoint's state.json.
     data_names: Paths of the dataset folders in the commands that the card shows.
@@ -99,9 +98,6 @@ def model_card(
     return str(card)
 
 
-# ---------------------------------------------------------------------------------------------------- results
-
-
 def read_metrics(checkpoint: Checkpoint) -> Metrics:
     """Returns the test results of a checkpoint: {test set: {metric: value}}.
 
@@ -126,9 +122,7 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
         for set_name, values in metrics.items()
         if isinstance(values, dict)
     }
-    return {
-        set_name: with_intervals(values) for set_name, values in numbers.items() if "exact_accuracy" in values
-    }
+    return {name: with_intervals(values) for name, values in numbers.items() if "exact_accuracy" in values}
 
 
 def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
@@ -152,9 +146,6 @@ def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list
     ]
 
 
-# ------------------------------------------------------------------------------------ data, commands and code
-
-
 def _find_kind(checkpoint: Checkpoint) -> str | None:
     try:
         kind = find_info(checkpoint, None).kind
@@ -168,7 +159,6 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 
     Example: "python -m dataset.build sudoku --output-dir data/demo --generate 4000".
 
-    folder: Folder of the dataset.
     name: Value of --output-dir in the command.
     """
     builder = read_builder(folder)
@@ -187,9 +177,7 @@ def _build_command(folder: Path, *, name: str) -> str | None:
         if value is True:
             argv.append(option)
         elif isinstance(value, dict) and key == "options":  # option of reasoning_gym
-            argv += [option] * bool(value) + [
-                shlex.quote(f"{task_option}={setting}") for task_option, setting in value.items()
-            ]
+            argv += [option] * bool(value) + [shlex.quote(f"{name}={item}") for name, item in value.items()]
         elif isinstance(value, dict):  # {name of a file or a subset: digest}
             argv.append(f"{option} SOURCE")
             parts = [f"{part} (sha256 {str(digest)[:12]}...)" for part, digest in value.items()]
@@ -210,10 +198,7 @@ def _plain(text: Any) -> str:
 
 
 def _train_command(run: Mapping[str, Any]) -> str:
-    """Returns the shell command that trains the model: "python pretrain.py arch=trm lr=0.001 ...".
-
-    run: Config of the training. The command sets all keys that differ from their defaults.
-    """
+    """Returns the command that trains with the config `run`: "python pretrain.py arch=trm lr=0.001 ..."."""
     arch = run["arch"]["name"]
     defaults = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")}
     return shlex.join(["python", "pretrain.py", f"arch={arch}", *changed_words(run, defaults)])

@@ -22,7 +22,7 @@ from dataset.mixture import open_datasets
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from evaluation.passes import evaluate_split
 from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors
-from share.push import write_files
+from share.push import round_weights, write_files
 
 _DTYPES = (torch.float8_e4m3fn, torch.float16)  # tried in this order, before float32
 
@@ -49,16 +49,13 @@ def keep(options: argparse.Namespace) -> None:
     """Writes the weights, config and model card of a run into the folder weights/NAME.
 
     If it raises ValueError, nothing is written.
-
-    options: Options of the command `python -m share keep`.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", options.name):
         raise ValueError(
             f"NAME {options.name!r} is not a valid folder name. Use letters, digits and _.+- only."
         )
-    destination = check_output_folder(
-        SHIPPED / options.name, mark=SHARED_WEIGHTS_FILE, maker="share keep", key="NAME"
-    )
+    marks = {"mark": SHARED_WEIGHTS_FILE, "maker": "share keep", "key": "NAME"}
+    destination = check_output_folder(SHIPPED / options.name, **marks)
     checkpoint = find_checkpoint(options.run)
     if options.data_path and len(checkpoint.data_paths) > 1:
         raise ValueError(
@@ -102,25 +99,18 @@ def answer(
     The answers are {(test set, index among the chosen puzzles): tokens [seq_len]}. Puzzles to which a search
     model (LDT) finds no answer are left out.
 
-    dtype: Dtype to round the weights to.
-    forward_dtype: Dtype of the computation, such as "float32".
-    count: Number of puzzles of each test set.
+    forward_dtype: Dtype of the computation. count: Number of puzzles of each test set.
     """
     model = load_trained_model(checkpoint, data.metadata, forward_dtype=forward_dtype)
-    weights = load_weights(
-        checkpoint
-    ).items()  # not yet rounded to forward_dtype, unlike the weights in `model`
-    rounded = {name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in weights}
-    model.network.load_state_dict(rounded)
+    weights = load_weights(checkpoint)  # not yet rounded to forward_dtype, unlike the weights in `model`
+    model.network.load_state_dict(round_weights(weights, dtype))
+    sets = data.splits["test"].sets
     results = evaluate_split(
         model,
         data,
         global_batch_size=checkpoint.global_batch_size,
         outputs=["preds", "q_halt_logits"],
-        puzzles={
-            set_name: choose_puzzles(puzzle_set, count)
-            for set_name, puzzle_set in data.splits["test"].sets.items()
-        },
+        puzzles={name: choose_puzzles(puzzle_set, count) for name, puzzle_set in sets.items()},
     )
     return {
         (set_name, index): tokens
@@ -131,10 +121,7 @@ def answer(
 
 
 def choose_puzzles(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
-    """Returns the indices of up to `count` evenly spaced puzzles of a test set.
-
-    The indices are int64 [n], in ascending order.
-    """
+    """Returns the indices of up to `count` evenly spaced puzzles of a test set, ascending int64 [n]."""
     num_puzzles = len(puzzle_set.puzzle_identifiers)
     count = min(count, num_puzzles)
     return np.arange(count) * num_puzzles // count

@@ -91,8 +91,6 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
     docstring of this file lists the inputs and outputs of the ONNX file.
 
     network: Network in float32 and in evaluation mode.
-    reasoning: Settings of the call, such as the number of cycles.
-    seq_len: Number of tokens of a puzzle.
     """
     assert network.dtype == torch.float32
     assert not network.training

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from checkpointing.files import (
     CONFIG_FILE,
@@ -50,8 +51,6 @@ def push(options: argparse.Namespace) -> None:
 
     With --dry-run, only writes the files into a folder. Raises ValueError if an option is wrong or the upload
     fails.
-
-    options: Options of the command `python -m share push`.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise ValueError(
@@ -63,13 +62,11 @@ def push(options: argparse.Namespace) -> None:
             f"--license {options.license!r} is not a license identifier of the Hub. Use one such as mit."
         )
     address = parse_address(f"hf://{options.repo}", kind="model")
-    dry_run = options.dry_run
-    if dry_run is not None:
-        destination = check_output_folder(
-            dry_run, mark=SHARED_WEIGHTS_FILE, maker="share push", key="--dry-run"
-        )
+    if options.dry_run is not None:
+        marks = {"mark": SHARED_WEIGHTS_FILE, "maker": "share push", "key": "--dry-run"}
+        destination = check_output_folder(options.dry_run, **marks)
     checkpoint = find_checkpoint(options.run)
-    if dry_run is not None:
+    if options.dry_run is not None:
         with replaced_folder(destination) as folder:
             write_files(folder, checkpoint, address, license=options.license)
         print(f"wrote the files to {options.dry_run}. To load them, set checkpoint={options.dry_run}.")
@@ -85,9 +82,8 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_plugin_option(parser)
     run = "run folder (newest checkpoint), <run folder>/best, or <run folder>/step_<N>"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument(
-        "repo", metavar="OWNER/NAME", help="repository on the Hub. It is created if it does not exist"
-    )
+    repo = "repository on the Hub. It is created if it does not exist"
+    parser.add_argument("repo", metavar="OWNER/NAME", help=repo)
     dry_run = "write the files to this folder, and upload nothing"
     parser.add_argument("--dry-run", type=Path, metavar="FOLDER", help=dry_run)
     parser.add_argument("--private", action="store_true", help="create a private repository")
@@ -111,7 +107,6 @@ def write_files(
     Raises ValueError if this code did not write the checkpoint.
 
     address: Address of the repository on the Hub, or the name of a model in weights/.
-    license: Identifier of the license, such as "apache-2.0".
     dtype: Dtype of the written weights. If None, it is not changed.
     data_path: Dataset folder to name in config.json. If None, the data_path of the run.
     """
@@ -147,14 +142,19 @@ def write_files(
     for name, tensor in weights.items():
         if not name.endswith("_init"):  # initial states are random, not trained
             num_weights["of puzzles" if name.startswith("puzzle_emb.") else "dense"] += tensor.numel()
-    values = {"shared": shared, "num_weights": num_weights, "state": state}
     names = [data_path] if data_path else _without_absolute_paths(checkpoint.data_paths, "data_path")
-    values |= {"data_names": names}
-    values["dtype"] = str(dtype).removeprefix("torch.")
-    card = model_card(checkpoint, address=address, license=license, **values)
-    for name, tensor in weights.items():
-        if dtype is not None and tensor.is_floating_point():
-            weights[name] = tensor.to(dtype)
+    card = model_card(
+        checkpoint,
+        address=address,
+        license=license,
+        shared=shared,
+        state=state,
+        data_names=names,
+        num_weights=num_weights,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    if dtype is not None:
+        weights = round_weights(weights, dtype)
     save_file(weights, folder / SHARED_WEIGHTS_FILE, metadata={"format": "pt"})
     write_json(folder / SHARED_CONFIG_FILE, shared)
     if (trained := find_trained(checkpoint)) is not None:
@@ -162,6 +162,12 @@ def write_files(
     if (identities := read_identities(checkpoint.identities_file)) is not None:
         (folder / IDENTITIES_FILE).write_bytes(identities.to_bytes())
     write_text(folder / _CARD_FILE, card)
+
+
+def round_weights(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in weights.items()
+    }
 
 
 def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -196,9 +202,6 @@ def upload(folder: Path, address: Address, *, message: str, is_private: bool) ->
 
     Creates the repository if it does not exist. Raises ValueError if the upload fails, or if `is_private` is
     True and the repository exists and is public.
-
-    address: Address of the repository.
-    message: Message of the commit.
     """
     client = import_client()
     by_hand = "Use --dry-run FOLDER to write the files, and upload them from another machine"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from config.architecture import architectures
-from distributed.collectives import all_ranks
+from distributed.collectives import ALONE, all_ranks
 from distributed.flat import FlatParameters
 from models.blocks import block_weights
 from optimizers.muon import Muon, orthogonalize
@@ -24,6 +24,10 @@ def _moved(rule, *, steps: int = 3) -> torch.Tensor:
         weight.grad = torch.randn(weight.shape, generator=generator)
         optimizer.step()
     return weight.detach()
+
+
+def _muon(parameters, **options) -> Muon:
+    return Muon({"weight": parameters[0]}, {}, ALONE, **options)
 
 
 @pytest.mark.usefixtures("float64")
@@ -44,7 +48,7 @@ def test_muon_in_bfloat16_has_the_bits_of_torch(shape):
     assert torch.equal(torch.zeros(shape).add(ours, alpha=-0.2 * max(shape) ** 0.5), theirs.detach())
 
     torch_muon = functools.partial(torch.optim.Muon, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    assert torch.equal(_moved(functools.partial(Muon, dtype=torch.bfloat16)), _moved(torch_muon))
+    assert torch.equal(_moved(functools.partial(_muon, dtype=torch.bfloat16)), _moved(torch_muon))
 
 
 def test_muon_in_float32_is_the_method_in_float64():
@@ -60,9 +64,9 @@ def test_muon_in_float32_is_the_method_in_float64():
             gram = x @ x.T
             x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
         weight = (1 - 0.1 * 0.5) * weight - 0.1 * 0.2 * 24**0.5 * x
-    ours = _moved(functools.partial(Muon, dtype=torch.float32))
+    ours = _moved(functools.partial(_muon, dtype=torch.float32))
     assert ((ours - weight).norm() / weight.norm()) < 1e-6
-    in_bfloat16 = _moved(functools.partial(Muon, dtype=torch.bfloat16))
+    in_bfloat16 = _moved(functools.partial(_muon, dtype=torch.bfloat16))
     assert ((in_bfloat16 - weight).norm() / weight.norm()) > 1e-4, "another dtype is another rounding"
 
 

@@ -33,8 +33,6 @@ def run_trials(
     A trial is one combination of hyper-parameters, trained once for each seed. Returns True if a signal such
     as Ctrl-C stopped the search. Raises ValueError if three trials fail before any trial succeeds.
 
-    study: Object that stores the trials.
-    config: Config of the search.
     run: Config of a training with one of the possible values of each hyper-parameter.
     on_end: Function that is called after each trial.
     """
@@ -137,10 +135,7 @@ def _conclude(study: Study, trial: Trial) -> None:
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
-    """Returns the command that starts a training, before the word "pretrain.py".
-
-    Examples are ["/usr/bin/python3"], and ["torchrun", "--nproc-per-node=2"] if the config key `launch` is
-    set.
+    """Returns the command before the word "pretrain.py", such as ["torchrun", "--nproc-per-node=2"].
 
     slot: Number that replaces {slot} in `launch`, for example to select a GPU. Trials that run at the same
     time have different numbers, from 0 to parallel - 1.

@@ -39,15 +39,10 @@ _MAX_TRIES = 16  # maximum number of combinations tried to find a valid one with
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The hyper-parameters of a search, and their possible values.
+    """The hyper-parameters of a search, and their possible values."""
 
-    Attributes:
-        parameters: {key of the config: its possible values, as a distribution of Optuna}.
-        fixed: The other arguments of pretrain.py, equal in every trial.
-    """
-
-    parameters: dict[str, BaseDistribution]
-    fixed: tuple[str, ...]
+    parameters: dict[str, BaseDistribution]  # {key of the config: its possible values}
+    fixed: tuple[str, ...]  # the other arguments of pretrain.py, equal in every trial
 
     def draw(self, trial: Trial) -> None:
         """Lets Optuna choose a value for each hyper-parameter of a trial.
@@ -57,13 +52,10 @@ class Space:
         for key, distribution in self.parameters.items():
             if isinstance(distribution, CategoricalDistribution):
                 trial.suggest_categorical(key, distribution.choices)
-            else:
-                suggest = (
-                    trial.suggest_int if isinstance(distribution, IntDistribution) else trial.suggest_float
-                )
-                suggest(
-                    key, distribution.low, distribution.high, step=distribution.step, log=distribution.log
-                )
+                continue
+            is_integer = isinstance(distribution, IntDistribution)
+            suggest = trial.suggest_int if is_integer else trial.suggest_float
+            suggest(key, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
 
     def combinations(self) -> list[dict[str, Any]]:
         """Returns all combinations of values, each as {hyper-parameter: value}.
@@ -71,23 +63,17 @@ class Space:
         Raises ValueError if a hyper-parameter has a continuous interval or a logarithmic scale, because these
         have no list of values.
         """
-        values = {key: _grid_values(key, distribution) for key, distribution in self.parameters.items()}
-        return [
-            dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())
-        ]
+        values = [_grid_values(key, distribution) for key, distribution in self.parameters.items()]
+        return [dict(zip(self.parameters, chosen, strict=True)) for chosen in itertools.product(*values)]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
         """Converts the values of a trial to texts for a command line: {hyper-parameter: text}.
 
         Returns {} if a hyper-parameter has no value. Raises ValueError if a value is not in the search space.
-
-        values: {hyper-parameter: value that Optuna chose}.
         """
         if self.parameters.keys() - values.keys():
             return {}
-        return {
-            key: _written(key, distribution, values[key]) for key, distribution in self.parameters.items()
-        }
+        return {key: _written(key, each, values[key]) for key, each in self.parameters.items()}
 
     def overrides(self, values: dict[str, str]) -> list[str]:
         return [*self.fixed, *(f"{key}={value}" for key, value in values.items())]
@@ -104,11 +90,8 @@ class Space:
         """
         extremes = {}
         for key, distribution in self.parameters.items():
-            values = (
-                distribution.choices
-                if isinstance(distribution, CategoricalDistribution)
-                else (distribution.low, distribution.high)
-            )
+            is_list = isinstance(distribution, CategoricalDistribution)
+            values = distribution.choices if is_list else (distribution.low, distribution.high)
             extremes[key] = [_written(key, distribution, value) for value in values]
         for key, values in extremes.items():
             for value in values:
@@ -134,10 +117,8 @@ def _grid_values(key: str, distribution: BaseDistribution) -> Sequence[Any]:
         raise ValueError(
             f"config: sampler=grid needs a list of values for {key}. Set {example}, for example."
         )
-    return [
-        distribution.low + index * distribution.step
-        for index in range(round((distribution.high - distribution.low) / distribution.step) + 1)
-    ]
+    count = round((distribution.high - distribution.low) / distribution.step) + 1
+    return [distribution.low + index * distribution.step for index in range(count)]
 
 
 def _written(key: str, distribution: BaseDistribution, value: Any) -> str:
@@ -236,11 +217,9 @@ def _distribution(override: Override) -> BaseDistribution:
 
 
 def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
-    """Returns the (lowest value, highest value, step) of a range on the command line.
+    """Returns (lowest value, highest value, step) of a range, such as (1, 3, 1) for range(1,4).
 
-    Example: (1, 3, 1) for range(1,4). Raises ValueError if the range is empty.
-
-    argument: The argument, for the message.
+    Raises ValueError if the range is empty.
     """
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0  # with floats, rounding could add a value
@@ -254,10 +233,9 @@ def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
     """Returns the text of a YAML file that sets the given keys.
 
-    `pretrain.py experiment=NAME` can read the file.
+    `pretrain.py experiment=NAME` can read the file. It starts with `comment`.
 
     overrides: Arguments key=value. Options such as --config-dir are left out.
-    comment: Text that becomes a comment at the start of the file.
     """
     values, experiments, groups = OmegaConf.create(), [], {}
     for override in _overrides_in(overrides):

@@ -31,9 +31,6 @@ class Study:
     A trial is one combination of hyper-parameters, with its evaluations. Raises ValueError if the file cannot
     be read, or contains another search of the same name.
 
-    path: The SQLite file.
-    config: Config of the search.
-    space: Hyper-parameters and their possible values.
     run: Config of a training with one of the possible values of each hyper-parameter.
     """
 
@@ -123,15 +120,12 @@ class Study:
         )
         if self._grid and number is None:
             self.optuna.enqueue_trial(self._grid[trial_number])
-        if (
-            number is None or self.trials[number].state == TrialState.WAITING
-        ):  # the search was killed before `ask`
+        if number is None or self.trials[number].state == TrialState.WAITING:  # killed before `ask`
             trial = self.optuna.ask()
         else:
             study_id = self._storage.get_study_id_from_name(self._config.study)
-            trial = Trial(
-                self.optuna, self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
-            )
+            trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+            trial = Trial(self.optuna, trial_id)
         self.space.draw(trial)
         return trial, self.parameters(self.trials[trial.number])
 
@@ -150,10 +144,9 @@ class Study:
         return bool(new) and len(values) < self.num_evaluations and trial.should_prune()
 
     def best(self) -> FrozenTrial | None:
-        """Returns the complete trial with the best score, or None if no trial is complete.
+        """Returns the complete trial with the best score, the earliest of equal ones. None if there is none.
 
-        The score is the metric of the search, as a mean over seeds (`tuning.trial.Trial.score`). If several
-        trials have the best score, returns the earliest one.
+        The score is the metric of the search, as a mean over seeds (`tuning.trial.Trial.score`).
         """
         choose = min if self.selection.lowest_is_best else max
         return choose(self._complete(), key=lambda trial: trial.value, default=None)
@@ -167,10 +160,7 @@ class Study:
         return ", ".join(f"{self.count(state)} {name}" for name, state in states.items())
 
     def describe_best(self) -> str:
-        """Returns a comment about the best trial: its number, its value and its command.
-
-        It becomes the start of the file best.yaml.
-        """
+        """Returns a comment about the best trial, for the start of best.yaml."""
         config, selection, best = self._config, self.selection, self.best()
         finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
         seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""

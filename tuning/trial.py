@@ -32,12 +32,11 @@ class Trial:
     The trainings are child processes, one after the other. If the caller sets `is_stopped` to True, the
     current training saves a checkpoint and ends.
 
-    Args:
-        drawn: Trial of Optuna with the chosen values.
-        commands: {run folder: command that starts or continues the training}.
-        selection: Metric by which trainings are compared, and whether a low or a high value is better.
-        max_steps: Step at which each training ends. If None, it ends after all steps of its config.
-        cores: CPU cores of the trainings. If None, all cores.
+    drawn: Trial of Optuna with the chosen values.
+    commands: {run folder: command that starts or continues the training}.
+    selection: Metric by which trainings are compared.
+    max_steps: Step at which each training ends. If None, it ends after all steps of its config.
+    cores: CPU cores of the trainings. If None, all cores.
     """
 
     is_stopped = is_pruned = False
@@ -66,9 +65,8 @@ class Trial:
         """
         for folder, command in self._commands.items():
             while not (self.is_stopped or self._has_ended(folder)):
-                if folder.is_dir() and is_in_use(
-                    folder
-                ):  # if the search was killed, the run may not have ended yet
+                # If the search was killed, the run may not have ended yet.
+                if folder.is_dir() and is_in_use(folder):
                     on_poll(self)
                     await asyncio.sleep(_POLL_SECONDS)
                     continue
@@ -144,13 +142,10 @@ def _stop_signal(command: Sequence[str]) -> signal.Signals:
 
 
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
-    """Divides the CPU cores among the trials that run at the same time.
+    """Divides the CPU cores among the `num_slots` trials that run at the same time.
 
-    Returns the numbers of the cores for one trial, such as [0, 1, 2, 3]. Returns None if the trial may use
-    all cores.
-
-    slot: Number of the trial, from 0 to num_slots - 1.
-    num_slots: Number of trials that run at the same time.
+    Returns the numbers of the cores for the trial `slot`, such as [0, 1, 2, 3]. Returns None if the trial may
+    use all cores.
     """
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         return None
