@@ -82,15 +82,6 @@ def test_some_parameters_are_updated_as_among_all_and_the_others_stand_still():
         assert_close(value, moved[name], what=name)
 
 
-def test_between_the_parameters_are_zeros():
-    flat, optimizer = _trained()
-    gaps = [1, 15, 16 + 656 + 5, 16 + 656 + 16 + 12]
-    moments = [buffer for shard_buffers in optimizer._moments.values() for buffer in shard_buffers.buffers]
-    for buffer in (flat.weights, *moments):
-        assert len(buffer) == 16 + 16 + 656 + 16
-        assert buffer[gaps].tolist() == [0] * 4
-
-
 def test_the_short_arctangent():
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(10**5, generator=generator).sign() * 10 ** torch.linspace(-18, 12, 10**5)

@@ -173,9 +173,6 @@ def test_an_evaluation_and_a_batch_without_answers_need_none():
     assert "answers" not in model.eval().initial_carry(carry.data).state
 
 
-# ------------------------------------------------------------------------------------------ several ranks
-
-
 def _write_all_grids(folder: Path) -> Path:
     """Sudokus of one group: the inputs are blank but for a digit, and the labels are many grids."""
     from dataset.build.writing import write_dataset

@@ -20,9 +20,6 @@ def tasks(tmp_path) -> Path:
     return write_source(tmp_path / "source")
 
 
-# ----------------------------------------------------------------------------------------------------- layout
-
-
 @pytest.mark.parametrize(
     ("largest", "variants"), [(6, ("--num-aug", 7)), (30, ("--num-aug", 7)), (6, ("--dihedral",))]
 )
@@ -76,9 +73,6 @@ def test_images_that_are_the_same_puzzle_are_taken_once(tmp_path):
     assert read_json(tmp_path / "data" / "identifiers.json")[1:] == ["0a", "0a|||t1|||0123456789"]
 
 
-# ------------------------------------------------------------------------------------------- what decides it
-
-
 def test_the_kind_of_source_does_not_matter(tmp_path, tasks, monkeypatch):
     content = [make_tasks(3, seed=seed) for seed in range(2)]
     reordered = [dict(reversed(tasks.items())) for tasks in content]
@@ -121,9 +115,6 @@ def test_other_tasks_do_not_change_the_variants_of_a_task(tmp_path, tasks):
     assert two.translations[: -one.num_examples].any()
 
 
-# ------------------------------------------------------------------------------------- as they are published
-
-
 def test_kaggles_folder_as_it_is_downloaded(tmp_path, capsys):
     """The hidden test has no solutions; the file that is downloaded has tasks of others, which have."""
     hidden = make_tasks(2, seed=2)
@@ -164,9 +155,6 @@ def test_a_list_of_pairs_is_a_task(tmp_path):
     puzzles = read_json(tmp_path / "data" / "test_puzzles.json")
     assert {name: task["train"] + task["test"] for name, task in puzzles.items()} == listed
     assert {len(task["test"]) for task in puzzles.values()} == {1}
-
-
-# ---------------------------------------------------------------------------------- what is evaluated, leaks
 
 
 def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks, capsys):

@@ -12,8 +12,6 @@ from dataset.augmentations import NUM_DIHEDRAL, dihedral
 from tests.pairs_source import as_texts, build, random_pairs, read_back, write_csv, write_json, write_parquet
 from tests.sudoku_source import files_of
 
-# ---------------------------------------------------------------------------------------------------- reading
-
 
 @pytest.mark.parametrize("tasks", [1, 3])
 def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
@@ -106,9 +104,6 @@ def test_sequences_and_equal_grids_have_no_padding(tmp_path, capsys):
     assert data.metadata.symbols == ("-1", *map(str, range(12)), "blue", "red")
     rows = read_back(data, "train") + read_back(data, "test")
     assert sorted(rows) == sorted((f"red blue\n{n} -1", "blue", "<blank>") for n in range(12))
-
-
-# ------------------------------------------------------------------------------------------------- augmenting
 
 
 @pytest.mark.parametrize(
@@ -219,9 +214,6 @@ def test_spaces_between_symbols_and_parts_of_characters_are_no_symbols(tmp_path,
     data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
     assert "spaces separate" not in capsys.readouterr().out
     assert max(len(pair[1]) for split in ("train", "test") for pair in read_back(data, split)) == 8
-
-
-# --------------------------------------------------------------------------------------------------- warnings
 
 
 def test_odd_pairs_are_warned_of(tmp_path, capsys):

@@ -24,8 +24,6 @@ from tests.ranks import REPOSITORY
 from tests.sudoku_source import build, files_of, rows_of, source_rows, write_csv
 from tests.waiting import wait_for
 
-# ------------------------------------------------------------------------------------------------- generating
-
 
 @pytest.mark.parametrize(("box", "least", "most"), [("2x2", 5, 8), ("2x3", 9, 12)])
 def test_clues_are_added_to_minimal_puzzles(tmp_path, box, least, most):
@@ -107,9 +105,6 @@ def test_a_killed_builder_leaves_no_process(tmp_path):
         builder.communicate(timeout=60)
 
 
-# ------------------------------------------------------------------------------------------------- augmenting
-
-
 def test_variants_are_of_their_original_and_never_test_puzzles(tmp_path):
     sets = build(tmp_path / "data", "--generate", 100, "--box", "2x2", "--num-aug", 40)
     train = sets["train"]
@@ -179,18 +174,6 @@ def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
         monkeypatch.setattr(f"dataset.{module}._CHUNK_ROWS", 7)
     build(tmp_path / "many", *arguments)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
-
-
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-def test_source_folder(tmp_path, source):
-    sets = build(tmp_path / "data", "--source", source, "--box", "2x2")
-    for split, rows in (("train", source_rows(40)), ("test", source_rows(10, stream=1))):
-        questions = [[int(cell) + 1 for cell in row[1].replace(".", "0")] for row in rows]
-        answers = [[int(cell) + 1 for cell in row[2]] for row in rows]
-        assert sets[split].inputs.tolist() == questions
-        assert sets[split].labels.tolist() == answers
 
 
 def test_columns_are_found_by_name_and_others_ignored(tmp_path):

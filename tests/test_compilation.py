@@ -180,10 +180,3 @@ def assert_compiles(layouts: list[str]) -> None:
         do_step(state, config, random_batch(8, seed=1))
         with torch.compiler.set_stance("fail_on_recompile"):
             do_step(state, config, random_batch(8, seed=2))
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_compiled_blocks_have_the_gradients_of_eager_ones():
-    """In every layout of ranks: system/test_all_layouts.py."""
-    run_ranks(assert_compiles, 1, ["one"])

@@ -10,7 +10,7 @@ import yaml
 
 import evaluate
 import pretrain
-from config.architecture import LossConfig, architectures
+from config.architecture import architectures
 from config.compose import compose_config
 from config.files import FOLDER, fill_defaults, load_defaults
 from config.messages import _entries, check_data_folders
@@ -119,14 +119,6 @@ def test_keys_that_models_share_have_one_comment():
             if key not in _MEAN_SOMETHING_ELSE:
                 comments[key, str(field.annotation), str(field.metadata)].add(comment)
     assert {key: texts for key, texts in comments.items() if len(texts) > 1} == {}
-
-
-def test_every_file_of_a_model_lists_all_of_its_keys():
-    for name, schema in architectures().items():
-        values = yaml.safe_load((FOLDER / "arch" / f"{name}.yaml").read_text())
-        assert values.keys() == schema.model_fields.keys()
-        if "loss" in values:
-            assert values["loss"].keys() == LossConfig.model_fields.keys()
 
 
 def test_old_configs_with_a_gate_are_of_infiloop():

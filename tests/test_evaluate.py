@@ -26,7 +26,7 @@ from tests.checkpoints import save_on
 from tests.float64 import TOLERANCE
 from tests.ranks import NUM_THREADS, REPOSITORY, Finished, complete_program, run_program
 from tests.sudoku_source import build_sets
-from tests.tiny import OVERRIDES, assert_same_row
+from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.slow
 
@@ -173,17 +173,6 @@ def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):
     assert expected[0]["accuracy"] == pytest.approx(accuracy)
 
 
-def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path):
-    words = ("checkpoint=run/step_20", "evaluators=[sudoku]", _SAVED, f"output_dir={tmp_path / 'out'}")
-    _evaluate(trained.parent, *words, "eval_batch_size=7", world_size=3)
-    metrics = _metrics(tmp_path / "out")
-    assert_same_row(metrics, expected[0], tolerance=TOLERANCE)
-    with np.load(tmp_path / "out" / "all__outputs.npz") as outputs:
-        assert set(outputs.files) == set(expected[1])
-        for name, value in expected[1].items():
-            np.testing.assert_allclose(outputs[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
-
-
 def test_data_is_found_from_the_configs_folder(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run", ignore=_RESULTS)
     shutil.copytree(trained.parent / "data", tmp_path / "run" / "data")
@@ -251,7 +240,6 @@ def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
         assert text in page
 
 
-@pytest.mark.slow
 def test_different_models_have_no_mean(sudoku_folder, tmp_path):
     for name in ("hrm", "trm"):
         save_on(sudoku_folder, tmp_path / name, name=name, H_cycles=1, L_cycles=1)

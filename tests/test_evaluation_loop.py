@@ -130,9 +130,6 @@ def test_halting_needs_fewer_calls(sudoku_folder, monkeypatch):
     assert counts["act"] <= result.metrics["steps"] * 100 + 16 * _STEPS
 
 
-# ------------------------------------------------------------------------------------------------- the trace
-
-
 @pytest.mark.parametrize("name", ["hrm", "trm", "urm", "fprm", "serrm", "transformer"])
 def test_a_trace_is_what_the_network_answers_after_each_step(name):
     model, batch = tiny_model(name).eval(), random_batch(3)

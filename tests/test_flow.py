@@ -1,7 +1,6 @@
 """Looped Flows: the law of the sampler, the times of training, plain loops, and what evaluation may read."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,19 +10,15 @@ import torch.nn.functional as F
 from config.files import load_defaults
 from config.programs import EvaluateConfig
 from config.schema import validate_config
-from dataset.files import open_dataset
 from dataset.loader import Batch
 from evaluation.loop import answer_batches
-from evaluation.passes import SetResult, evaluate_split
-from evaluation.selection import Settings
 from evaluation.test_time import build_draw, set_up
 from models import HaltingModel
 from models.carry import Carry
 from models.objective import CROSS_ENTROPIES, PROBABILITIES, stablemax
 from models.random import SlotRng
-from tests.float64 import assert_close, in_float64
-from tests.ranks import run_ranks
-from tests.tiny import FACTS, draws_of, halting_model, random_batch, tiny_model
+from tests.float64 import assert_close
+from tests.tiny import FACTS, draws_of, random_batch, tiny_model
 
 _V = FACTS.vocab_size
 
@@ -199,23 +194,6 @@ def test_samples_of_a_flow_differ_and_its_noise_is_an_option():
         assert set_up(tiny_model("flow"), config)[0].sde_noise == expected
     with pytest.raises(ValueError, match=r"^sde_noise is for models that follow a flow \(arch=flow\)"):
         set_up(tiny_model("trm"), validate_config(EvaluateConfig, asked | {"sde_noise": 1.0}))
-
-
-def _evaluate_split(folder: Path, batch_size: int) -> SetResult | None:
-    """Returns the result on rank 0, of one and of three samples."""
-    model = halting_model(folder, "flow", steps=3, eval_halt_max_steps=4)
-    options = {"outputs": ("preds",), "seed": 1, "settings": Settings((4,), (1, 3))}
-    options |= {"global_batch_size": batch_size}
-    return evaluate_split(model, open_dataset(folder, read_everything=False), **options).get("all")
-
-
-@pytest.mark.slow
-def test_neither_ranks_nor_batch_size_change_an_answer(sudoku_folder):
-    results = [in_float64(_evaluate_split, sudoku_folder, size) for size in (16, 300)]
-    results.append(run_ranks(in_float64, 2, _evaluate_split, sudoku_folder, 24)[0])
-    for each in results[1:]:
-        assert np.array_equal(each.outputs["preds"], results[0].outputs["preds"])
-        assert each.metrics == pytest.approx(results[0].metrics, rel=1e-9)
 
 
 def test_stablemax_has_finite_gradients_and_the_bits_of_before():

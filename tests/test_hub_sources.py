@@ -1,7 +1,6 @@
 """Datasets from the Hub: the real client against a server here that speaks its protocol."""
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,13 +93,15 @@ def test_what_breaks_is_taken_up_and_what_is_corrupt_is_not_kept(server, files, 
     assert _build(tmp_path / "corrupt", _HERE, **environment).statuses == [0]
 
 
-def _refusals(folder: Path, environment: dict[str, str], sources: list[str]) -> list[str]:
-    """The lines in which the builder refuses the sources, all in one process."""
+def _refusals(folder: Path, environment: dict[str, str], addresses: list[str]) -> list[str]:
+    """The lines in which addresses of datasets or models are refused, all in one process."""
     os.environ.update(environment)
-    lines = []
-    for source in sources:
+    lines, words = [], ["--output-dir", str(folder / "data"), "--box", "2x2", "--source"]
+    for address in addresses:
+        is_model = address == "hf://owner/name"
         try:
-            build_dataset("sudoku", ["--output-dir", str(folder), "--box", "2x2", "--source", source])
+            with contextlib.redirect_stdout(None):
+                find_checkpoint(address) if is_model else build_dataset("sudoku", [*words, address])
         except ValueError as error:
             lines.append(str(error))
     return lines
@@ -127,25 +128,14 @@ def test_mistakes_are_one_line(server, files, tmp_path):
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {_HERE: f"reached ({refused}): {by_hand}"}),
         ({"HF_HUB_OFFLINE": "1"}, {_HERE: f"reached (HF_HUB_OFFLINE is set): {by_hand}"}),
     ):
-        (lines,) = run_ranks(_refusals, 1, tmp_path / "data", ours | change, list(expected))
+        (lines,) = run_ranks(_refusals, 1, tmp_path, ours | change, list(expected))
         for line, (source, message) in zip(lines, expected.items(), strict=True):
             assert line.startswith(f"{source} "), change
             assert message in line, change
             assert "\n" not in line, change
     assert not (tmp_path / "data").exists()
     with_token = ours | {"HF_TOKEN": server.token}
-    assert run_ranks(_refusals, 1, tmp_path / "data", with_token, ["hf://datasets/owner/private"]) == [[]]
-
-
-def _find(environment: dict[str, str], address: str, folder: Path) -> str:
-    os.environ.update(environment)
-    words = ["--output-dir", str(folder / "data"), "--box", "2x2", "--source", address]
-    find = functools.partial(build_dataset, "sudoku", words)
-    if "datasets" not in address:
-        find = functools.partial(find_checkpoint, address)
-    with contextlib.redirect_stdout(None), pytest.raises(ValueError, match="cached copy") as refusal:
-        find()
-    return str(refusal.value)
+    assert run_ranks(_refusals, 1, tmp_path, with_token, ["hf://datasets/owner/private"]) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +160,7 @@ def test_without_the_hub_an_incomplete_cache_is_described(tmp_path, cached, gone
     for name in gone:
         (snapshot / name).resolve().unlink()
     address = f"hf://{'datasets/' * (kind == 'dataset')}owner/name"
-    (line,) = run_ranks(_find, 1, environment | {"HF_HUB_OFFLINE": "1"}, address, tmp_path)
+    ((line,),) = run_ranks(_refusals, 1, tmp_path, environment | {"HF_HUB_OFFLINE": "1"}, [address])
     assert line.startswith(f"the cached copy of {address} {told}")
     links = f", and links to files that are gone ({', '.join(gone)})" if gone else ""
     ending = f". It has {', '.join(names) or 'no files'}{links}. Connect to the Hub once, and start again."

@@ -16,8 +16,6 @@ from distributed import launch, world
 from distributed.world import local_rank, local_world_size, num_nodes, rank
 from tests.ranks import REPOSITORY, run_program, run_ranks
 
-# ---------------------------------------------------------------------------------------------- at the start
-
 
 def _start(others_code: dict[int, dict[str, str]]) -> str:
     """Starts; some ranks have other code. Returns stderr."""
@@ -120,9 +118,6 @@ def test_a_mistake_is_told_to_all_before_the_store_ends_with_rank_0(tmp_path, fr
     assert "lr='fast' should be a valid number" in finished.stderr
 
 
-# ------------------------------------------------------------------------------------------- other launchers
-
-
 def _node_variables() -> tuple[int, int, int]:
     """Of four ranks on two nodes, as a person starts them who sets nothing but what torch asks for."""
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
@@ -212,7 +207,6 @@ def test_more_threads_than_cores_are_told(monkeypatch, capsys, threads, is_told)
     assert ("4 processes with 3 threads each share only 4 cores" in capsys.readouterr().err) == is_told
 
 
-# ----------------------------------------------------------------------------------------------- freed memory
 _KEEPS = """
 import ctypes
 from types import SimpleNamespace

@@ -173,30 +173,8 @@ ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "b
 @pytest.mark.slow
 def test_a_layout_of_a_model_is_one_process(tmp_path):
     runs = {f"{name} {layout}": (name, layout, {}) for name, layouts in _FEW.items() for layout in layouts}
-    assert_equal_to_one(tmp_path, runs)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_layout_with_other_options_is_one_process(tmp_path):
-    runs = {"accumulation": ("trm", "pp2", ACCUMULATION)}
     runs["table alone"] = ("trm", "tp2 x pp2", {"train_only": "puzzle_embeddings", "grad_clip_norm": None})
-    for optimizer, layouts in {
-        "adamw": ("dp2", "tp2 x pp2"),
-        "muon": ("dp2", "fsdp2 x pp2", "tp2 x pp2"),
-    }.items():
-        for layout in layouts:
-            runs[f"{optimizer} {layout}"] = ("trm", layout, {"optimizer": optimizer})
     assert_equal_to_one(tmp_path, runs)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_layout_that_is_resumed_in_itself_has_the_same_bits(tmp_path):
-    """In bfloat16, with float32 master weights. Every layout, other models: system/test_all_layouts.py."""
-    layouts = ("fsdp2 x pp2", "tp2 x pp2", "fsdp2 x tp2")
-    options = {"arch": {"forward_dtype": "bfloat16"}}
-    assert_bits_of_resumed(tmp_path, {layout: ("trm", layout, options) for layout in layouts}, 4)
 
 
 @pytest.mark.slow
@@ -364,11 +342,3 @@ def assert_programs_agree(folder: Path, data: Path, runs: dict[str, list[str]]) 
         ours, theirs = (json.loads((folder / each / file).read_text()) for each in (run, first))
         assert_same_row(ours["all"], theirs["all"], tolerance=TOLERANCE)
         assert solved[run] == solved[first]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_programs_do_the_same_where_a_run_changes_its_layout(tmp_path, sudoku_folder):
-    """Tensor parallelism for a whole run: system/test_all_layouts.py."""
-    runs = {"one": ["one"], "changing": ["fsdp2 x pp2", "pp2"]}
-    assert_programs_agree(tmp_path, sudoku_folder, runs)

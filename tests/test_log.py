@@ -1,4 +1,4 @@
-"""What reaches the console and the files of the ranks, in processes of their own where that matters."""
+"""What reaches the console and the files of the ranks, and what is said of a child that has failed."""
 
 import contextlib
 import io
@@ -15,6 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from distributed import log
+from distributed.child import why_it_failed
 from distributed.world import rank
 from tests.ranks import REPOSITORY, Finished, run_program, run_ranks
 from tests.tiny import OVERRIDES
@@ -252,3 +253,17 @@ def test_torchrun_shows_the_process_that_left_a_reason(tmp_path, monkeypatch):
         rank: ProcessFailure(rank, 1, 1, str(file)) for rank, file in enumerate((path, tmp_path / "no"))
     }
     assert "lr is wrong" in str(ChildFailedError("worker", failures).get_first_failure()[1].message)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("step 1\nerror: lr is too high\nerror (rank 1): another rank has ended\n", "lr is too high"),
+        ("error (rank 3 (shard 1)): no data\n======\nRoot cause\n======\n", "no data"),
+        ("python -m dataset.build sudoku: error: no such file\n", "no such file"),
+        ("error_file: <none>\nstep 12\n------\n\n", "ended with status -9: step 12"),
+        ("", "ended with status -9: no output"),
+    ],
+)
+def test_the_first_error_or_how_it_ended_is_told(said, expected):
+    assert why_it_failed(said, -9) == expected

@@ -94,11 +94,11 @@ def test_a_run_of_each_model_passes_through_all_layouts(tmp_path):
         assert_files_close(tmp_path / f"{name} one", tmp_path / f"{name} alone")
 
 
-def test_the_programs_do_the_same_with_tensor_parallelism(tmp_path, sudoku_folder):
-    """In other layouts: tests/test_layouts.py."""
-    assert_programs_agree(tmp_path, sudoku_folder, {each: [each] for each in ("one", "tp2", "tp2 x pp2")})
+def test_the_programs_do_the_same_also_where_a_run_changes_its_layout(tmp_path, sudoku_folder):
+    runs = {each: [each] for each in ("one", "tp2", "tp2 x pp2")} | {"changing": ["fsdp2 x pp2", "pp2"]}
+    assert_programs_agree(tmp_path, sudoku_folder, runs)
 
 
-@pytest.mark.parametrize("layouts", [["pp2", "tp2", "fsdp2"], ["tp2 x pp2"]])
+@pytest.mark.parametrize("layouts", [["one"], ["pp2", "tp2", "fsdp2"], ["tp2 x pp2"]])
 def test_blocks_of_a_layout_compile(layouts):
     run_ranks(assert_compiles, LAYOUTS[layouts[0]][0], layouts)
