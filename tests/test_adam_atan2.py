@@ -15,10 +15,8 @@ _OPTIONS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.3}
 
 
 def _flat(*parameters: torch.Tensor) -> FlatParameters:
-    return FlatParameters(
-        ((str(number), torch.nn.Parameter(value)) for number, value in enumerate(parameters)),
-        ranks=all_ranks(),
-    )
+    named = ((str(number), torch.nn.Parameter(value)) for number, value in enumerate(parameters))
+    return FlatParameters(named, ranks=all_ranks())
 
 
 def _naive(values: list[float], gradients: list[list[float]]) -> list[float]:

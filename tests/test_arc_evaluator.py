@@ -122,10 +122,8 @@ def test_sets_have_their_own_tasks_and_share_the_submission(tmp_path):
     evaluator.add("one", arc_answers(folder, tasks, [Prediction("a", 0, B), Prediction(TURNED, 0, C)]))
     evaluator.add("two", arc_answers(folder, tasks, [Prediction("b", 0, D), Prediction("a", 0, C)]))
     metrics = metrics_of(evaluator)
-    assert {name: (of_set["arc/count"], of_set["arc/votes"]) for name, of_set in metrics.items()} == {
-        "one": (2, 2),  # a, and c, which is nowhere
-        "two": (3, 2),
-    }
+    counts = {name: (of_set["arc/count"], of_set["arc/votes"]) for name, of_set in metrics.items()}
+    assert counts == {"one": (2, 2), "two": (3, 2)}, "c, which is in no set, counts in both"
     assert metrics["one"]["arc/pass@2"] == 0.5
     assert metrics["two"]["arc/pass@2"] == pytest.approx(1 / 3)
     evaluator.write(folder)
@@ -135,9 +133,8 @@ def test_sets_have_their_own_tasks_and_share_the_submission(tmp_path):
 def _evaluate_random_case(folder: Path, output: Path, global_batch_size: int) -> dict:
     tasks, predictions = random_case(folder)
     evaluators = arc_evaluators(folder)
-    add_in_batches(
-        evaluators, "all", arc_answers(folder, tasks, predictions), global_batch_size=global_batch_size
-    )
+    given = arc_answers(folder, tasks, predictions)
+    add_in_batches(evaluators, "all", given, global_batch_size=global_batch_size)
     metrics = evaluators.gather_metrics()
     if is_main():
         output.mkdir()
@@ -176,19 +173,15 @@ def test_metrics_against_plain_loops(tmp_path):
                 own = [chance for other, chance in zip(grids, chances, strict=True) if other == grid]
                 return len(own), sum(own) / len(own)
 
-            ranked = sorted({json.dumps(grid) for grid in grids}, key=lambda text: score(json.loads(text)))[
-                ::-1
-            ]
-            ranked = [json.loads(text) for text in ranked]
+            distinct = {json.dumps(grid) for grid in grids}
+            ranked = sorted(map(json.loads, distinct), key=score, reverse=True)
             places.append(ranked.index(output) if output in ranked else math.inf)
             given = submission[task][test_input]
             assert [given["attempt_1"], given["attempt_2"]] == (ranked * 2)[:2]
+            submitted.append(output in given.values())
         for k in PASSES:
             shares[k].append(np.mean([place < k for place in places]))
         all_places += places
-        submitted += [
-            output in given.values() for (_, output), given in zip(tests, submission[task], strict=True)
-        ]
     assert passes(metrics) == pytest.approx([np.mean(shares[k]) for k in PASSES])
     for k in PASSES:
         assert metrics[f"arc/outputs/pass@{k}"] == pytest.approx(np.mean([place < k for place in all_places]))
@@ -214,10 +207,10 @@ def test_labels_of_a_built_dataset_are_right(tmp_path, form):
     assert passes(metrics) == [1.0] * 6
     assert (metrics["arc/count"], metrics["arc/votes"]) == (4, len(rows))
     evaluator.write(tmp_path)
-    assert json.loads((tmp_path / "submission.json").read_text()) == {
-        name: [attempts(pair["output"], pair["output"]) for pair in task["test"]]
-        for name, task in tasks.items()
+    expected = {
+        name: [attempts(*[pair["output"]] * 2) for pair in task["test"]] for name, task in tasks.items()
     }
+    assert json.loads((tmp_path / "submission.json").read_text()) == expected
 
 
 def test_a_mixture_of_folders_is_evaluated_folder_by_folder(tmp_path):
@@ -235,10 +228,8 @@ def test_a_mixture_of_folders_is_evaluated_folder_by_folder(tmp_path):
     shift = data.origin("two.all").first_identifier
     evaluators.add("two.all", theirs._replace(puzzle_identifiers=theirs.puzzle_identifiers + shift))
     metrics = evaluators.gather_metrics()
-    assert {name: of_set["arc/pass@1"] for name, of_set in metrics.items()} == {
-        "one.all": 1.0,
-        "two.all": 0.0,
-    }
+    found = {name: of_set["arc/pass@1"] for name, of_set in metrics.items()}
+    assert found == {"one.all": 1.0, "two.all": 0.0}
     evaluators.write(tmp_path / "left")
     for name, expected in (("one", {"a": [attempts(B, B)]}), ("two", {"b": [attempts(E, E)]})):
         assert json.loads((tmp_path / "left" / name / "submission.json").read_text()) == expected

@@ -121,9 +121,8 @@ def test_kaggles_folder_as_it_is_downloaded(tmp_path, capsys):
     copied = dict(list(make_tasks(3, seed=0).items())[1:])
     for subset, tasks in (("training", make_tasks(3)), ("evaluation", make_tasks(3, seed=1))):
         write_kaggle(tmp_path / "kaggle", f"arc-agi_{subset}", tasks)
-    write_kaggle(tmp_path / "kaggle", "arc-agi_test", hidden | copied).with_name(
-        "arc-agi_test_solutions.json"
-    ).unlink()
+    write_kaggle(tmp_path / "kaggle", "arc-agi_test", hidden | copied)
+    (tmp_path / "kaggle" / "arc-agi_test_solutions.json").unlink()
     (tmp_path / "kaggle" / "sample_submission.json").write_text("{}")
     sets = build(tmp_path / "data", "--source", tmp_path / "kaggle", "--num-aug", 3)
     assert "test: 5 tasks (evaluation, test), 28 examples" in capsys.readouterr().out
@@ -166,9 +165,8 @@ def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks,
     capsys.readouterr()
     words = ["--source", tmp_path / "another", "--source", tasks, "--num-aug", 2]
     sets = build(tmp_path / "data", *words)
-    assert capsys.readouterr().out.startswith(
-        "repeated tasks, with the same content and used once: 3\ntrain: 7 tasks"
-    )
+    said = "repeated tasks, with the same content and used once: 3\ntrain: 7 tasks"
+    assert capsys.readouterr().out.startswith(said)
     assert read_json(tmp_path / "data" / "test_puzzles.json") == make_tasks(3, seed=1)
     assert sets["test"].num_examples == plain["test"].num_examples
     assert sets["train"].num_examples == plain["train"].num_examples + 3 * 2

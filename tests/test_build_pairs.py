@@ -29,9 +29,8 @@ def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
         assert 1 <= counted[1] <= sum(counted) * 0.2 + 1
     printed = capsys.readouterr()
     assert "symbols (5): space # . a b\n" in printed.out
-    assert (
-        "grids: 20 sizes from 1x1 to 4x5, each in a field of 4x5 cells, with end tokens below" in printed.out
-    )
+    grids = "grids: 20 sizes from 1x1 to 4x5, each in a field of 4x5 cells, with end tokens below"
+    assert grids in printed.out
     assert ("tasks (3), each with a puzzle identifier: task 0 (20)," in printed.out) == (tasks > 1)
 
 
@@ -148,10 +147,9 @@ def test_no_variant_is_a_test_pair(tmp_path, capsys):
     """Every symmetric image of the test pair is there, of the same task and of another one."""
     grid = np.array([list("ab."), list("..#")])
     images = ["|".join("".join(row) for row in dihedral(grid, number)) for number in range(NUM_DIHEDRAL)]
-    pairs = [
-        {"input": image.split("|"), "output": ["a"], "task": "x", "split": "train"} for image in images[1:]
-    ]
-    pairs.append({"input": images[0].split("|"), "output": ["a"], "task": "x", "split": "test"})
+    of_x = {"output": ["a"], "task": "x"}
+    pairs = [{"input": image.split("|"), "split": "train"} | of_x for image in images[1:]]
+    pairs.append({"input": images[0].split("|"), "split": "test"} | of_x)
     pairs.append({"input": images[1].split("|"), "output": ["b"], "task": "y", "split": "train"})
     source = write_json(tmp_path / "p.jsonl", pairs)
     rows = read_back(build(tmp_path / "data", source, "--symmetries", "dihedral"), "train")
@@ -171,22 +169,16 @@ def test_a_sheet_is_read_as_a_table_is(tmp_path, capsys):
         book.save(tmp_path / name)
         return tmp_path / name
 
-    rows = [
-        ("note", "input", "output"),
-        (None, 12, "21"),
-        (None, None, None),
-        (7, "[[1], [2]]", "[[2], [1]]"),
-    ]
+    rows = [("note", "input", "output"), (None, 12, "21"), (None, None, None)]
+    rows.append((7, "[[1], [2]]", "[[2], [1]]"))
     data = build(tmp_path / "data", write("pairs.xlsx", *rows, (None, "12\n21", 2112.0)))
     assert {pair[:2] for split in ("train", "test") for pair in read_back(data, split)} == {
         ("12", "21"), ("1\n2", "2\n1"), ("12\n21", "2112")
     }  # fmt: skip
     assert "pairs.xlsx: sheets not used: notes" in capsys.readouterr().out
+    day, changed = datetime.date(2026, 5, 1), "a datetime. Excel has changed what was"
     for cell, message in (
-        (
-            datetime.date(2026, 5, 1),
-            "2: the cell is datetime.datetime.*, a datetime. Excel has changed what was",
-        ),
+        (day, f"2: the cell is datetime.datetime.*, {changed}"),
         (1234567890123456, "2: the cell is 1234567890123456, a int. Excel has"),
         (True, "2: the cell is True, a bool."),
     ):

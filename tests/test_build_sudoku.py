@@ -79,10 +79,8 @@ def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, options):
     arguments = ["--generate", "4", *options]
     build(tmp_path / "alone", *arguments)
     lines = ["from dataset import build", "from dataset.build import generation", "print('once')"]
-    lines += [
-        "generation._SECONDS_ALONE = 0.0",
-        f"build.build_dataset('sudoku', [*{arguments}, '--output-dir', 'pool'])",
-    ]
+    lines += ["generation._SECONDS_ALONE = 0.0"]
+    lines += [f"build.build_dataset('sudoku', [*{arguments}, '--output-dir', 'pool'])"]
     (tmp_path / "script.py").write_text("\n".join(lines))
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
@@ -126,10 +124,8 @@ def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, coun
     build(tmp_path / "full", *arguments, "--materialize")
     written = open_split(tmp_path / "full", "train")
     assert written.metadata.augmentation is None
-    assert sorted(path.stem for path in (tmp_path / "full" / "train").iterdir()) == [
-        *(f"all__{field}" for field in sorted(FIELDS)),
-        "dataset",
-    ]
+    names = {path.stem for path in (tmp_path / "full" / "train").iterdir()}
+    assert names == {*(f"all__{field}" for field in FIELDS), "dataset"}
     for field in FIELDS:
         assert np.array_equal(getattr(written.sets["all"], field), getattr(made, field)), field
     compact = open_split(tmp_path / "transforms", "train").sets["all"]
@@ -139,10 +135,8 @@ def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, coun
 
 def test_every_puzzle_has_an_easier_example(tmp_path):
     arguments = ["--generate", 100, "--box", "2x2", "--num-aug", 3]
-    plain, sets = (
-        build(tmp_path / "plain", *arguments),
-        build(tmp_path / "data", *arguments, "--easier", "7-9"),
-    )
+    plain = build(tmp_path / "plain", *arguments)
+    sets = build(tmp_path / "data", *arguments, "--easier", "7-9")
     train = sets["train"]
     assert np.array_equal(sets["test"].inputs, plain["test"].inputs)
     assert np.array_equal(train.puzzle_indices, 2 * plain["train"].puzzle_indices)
@@ -199,9 +193,7 @@ def test_columns_are_found_by_name_and_others_ignored(tmp_path):
 def test_tables_of_the_public_sets(tmp_path, header, separator, order, options):
     """In a folder, as the only file; an answer that is not there is found."""
     rows = source_rows(12)
-    fields = [
-        {"q": row[1], "a": row[2], "i": str(index), "r": f"{index % 2}.0"} for index, row in enumerate(rows)
-    ]
+    fields = [{"q": row[1], "a": row[2], "i": str(n), "r": f"{n % 2}.0"} for n, row in enumerate(rows)]
     lines = ([header] if header else []) + [separator.join(row[each] for each in order) for row in fields]
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "sudoku.csv").write_text("\n".join(lines))
@@ -209,9 +201,8 @@ def test_tables_of_the_public_sets(tmp_path, header, separator, order, options):
     built = {row.tobytes(): label.tobytes() for each in sets.values()
              for row, label in zip(each.inputs - 1, each.labels - 1, strict=True)}  # fmt: skip
     expected = [row for row in fields if not options or order == "aqi" or row["r"] == "1.0"]
-    assert built == {
-        bytes(int(cell) for cell in row["q"].replace(".", "0")): bytes(map(int, row["a"])) for row in expected
-    }
+    grids = ((row["q"].replace(".", "0"), row["a"]) for row in expected)
+    assert built == {bytes(map(int, question)): bytes(map(int, answer)) for question, answer in grids}
 
 
 @pytest.mark.parametrize("name", ["hardest.txt", "easy.sdm.gz"])

@@ -57,9 +57,8 @@ def test_a_resumed_state_is_the_saved_one(run, optimizer):
     assert state.step == 7
     assert state.metrics.own() == saved.metrics.own()
     assert_equal(state_tensors(state), state_tensors(saved))
-    assert_equal(
-        safetensors.torch.load_file(run / "step_7" / "weights.safetensors"), saved.model.network.state_dict()
-    )
+    weights = safetensors.torch.load_file(run / "step_7" / "weights.safetensors")
+    assert_equal(weights, saved.model.network.state_dict())
     content = json.loads((run / "step_7" / "state.json").read_text())
     assert content["dataset_fingerprint"] == FINGERPRINT
     assert content["versions"]["torch"] == torch.__version__

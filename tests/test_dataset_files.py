@@ -256,9 +256,8 @@ def test_bad_arrays_are_refused(folder):
 
 def test_bad_transforms_are_refused(tmp_path):
     transforms = np.arange(6, dtype=np.uint8).reshape(2, 3, 1)  # of two mazes, three variants of each
-    split = splits.make_split(
-        np.ones((2, 2, 4), np.uint8), vocab_size=6, augmentation="square", transforms=transforms
-    )
+    options = {"vocab_size": 6, "augmentation": "square", "transforms": transforms}
+    split = splits.make_split(np.ones((2, 2, 4), np.uint8), **options)
     write_dataset(tmp_path / "data", splits={"train": split}, identifiers=[], builder={})
     for field, change, problem in (
         ("transforms", lambda array: array + np.uint8(3), "row 5 is not a valid transform"),
@@ -307,9 +306,8 @@ def test_a_fingerprint_changes_with_any_byte(folder, has_manifest):
     names = [*ARRAYS, "train/dataset.json", "test/dataset.json"]
     for name in names:
         content = (folder / name).read_bytes()
-        (folder / name).write_bytes(
-            content[:-1] + bytes([content[-1] ^ 1]) if name in ARRAYS else content + b" "
-        )
+        changed = content[:-1] + bytes([content[-1] ^ 1]) if name in ARRAYS else content + b" "
+        (folder / name).write_bytes(changed)
         seen.add(fingerprint(folder))
     assert len(seen) == 1 + len(names)
 

@@ -74,14 +74,8 @@ def test_metrics_are_those_that_training_logged(trained, expected):
     logged = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     metrics = expected[0]
     names = {"accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "count"}
-    names |= {
-        "act_exact_accuracy",
-        "act_steps",
-        "sudoku/count",
-        "distinct_count",
-        "trained_on",
-        "trained_on_rate",
-    }
+    names |= {"act_exact_accuracy", "act_steps", "sudoku/count", "distinct_count"}
+    names |= {"trained_on", "trained_on_rate"}
     after_steps = {f"exact_accuracy_after_step_{step}" for step in (1, 2, 3, 4)}
     accuracies = {"accuracy", "exact_accuracy", "q_halt_accuracy", "act_exact_accuracy"}
     accuracies |= {"sudoku/valid_accuracy", "sudoku/exact_accuracy"}
@@ -222,9 +216,8 @@ def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_
 def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run", ignore=_RESULTS)
     folder = trained.parent  # whose data the config names
-    finished = _evaluate(
-        folder, f"checkpoint={run}", f"data_path={folder}/data/sudoku", "report=true", world_size=2
-    )
+    words = (f"checkpoint={run}", f"data_path={folder}/data/sudoku", "report=true")
+    finished = _evaluate(folder, *words, world_size=2)
     assert "built anew" not in finished.stderr
     page = (run / "report.html").read_text()
     assert finished.stdout.count(f"wrote {run / 'report.html'}") == 1
@@ -232,10 +225,8 @@ def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
     assert f"{metrics['accuracy']:.3f}" in page
     [start] = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert (start["step"], start["processes"], start["num_parameters"] > 0) == (0, 2, True)
-    assert start["command"].endswith(
-        "pretrain.py data_path=data/sudoku "
-        + " ".join(f"'{word}'" if "[" in word else word for word in _TRAINED)
-    )
+    words = " ".join(f"'{word}'" if "[" in word else word for word in _TRAINED)
+    assert start["command"].endswith(f"pretrain.py data_path=data/sudoku {words}")
     for text in (start["hardware"], (start["git_commit"] or "not recorded")[:12]):
         assert text in page
 

@@ -25,12 +25,7 @@ _SAVED = ("preds", "q_halt_logits", "labels", "inputs")
 
 
 def _evaluate(
-    folder: Path,
-    name: str = "trm",
-    halting: str = "act",
-    batch_size: int = 32,
-    layers: int = 1,
-    num_stages: int = 1,
+    folder: Path, name="trm", halting="act", batch_size: int = 32, layers: int = 1, num_stages: int = 1
 ) -> SetResult:
     """In float64: rounding changes with the batch, and may decide neither a halt nor an answer."""
     with float64():
@@ -40,15 +35,10 @@ def _evaluate(
             for level in (levels := levels_of(model.network).values()):
                 keep_stage(level, mesh.pipeline)
             pipe_levels(levels, Ring(mesh.pipeline, mesh.owners))
-        result = evaluate_split(
-            model,
-            open_dataset(folder, read_everything=False),
-            global_batch_size=batch_size,
-            reasoning=model.eval_reasoning(halting),
-            outputs=_SAVED,
-            **({"ranks": mesh.data, "stages": mesh.pipeline} if mesh else {}),
-        )
-    return result.get("all")
+        options = {"ranks": mesh.data, "stages": mesh.pipeline} if mesh else {}
+        options |= {"reasoning": model.eval_reasoning(halting), "outputs": _SAVED}
+        data = open_dataset(folder, read_everything=False)
+        return evaluate_split(model, data, global_batch_size=batch_size, **options).get("all")
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +134,6 @@ def test_a_trace_is_what_the_network_answers_after_each_step(name):
             assert np.array_equal(trace.preds[:, step], prediction.logits.argmax(-1))
             np.testing.assert_allclose(trace.confidence[:, step], probabilities.max(-1), rtol=1e-5)
             assert np.array_equal(trace.q_halt[:, step], prediction.q_halt)
-            assert np.array_equal(
-                trace.wants_to_halt[:, step], model.network.wants_to_halt(state, prediction)
-            )
+            wants_to_halt = model.network.wants_to_halt(state, prediction)
+            assert np.array_equal(trace.wants_to_halt[:, step], wants_to_halt)
     assert trace.preds.shape == (3, model.eval_reasoning("max").max_steps, FACTS.seq_len)

@@ -46,10 +46,8 @@ def _share() -> slice:
 
 
 def _build_sync(model: nn.Module, *, in_shared_memory: bool = False, **options) -> GradientSync:
-    names = ("nothing", "loss", "count")
-    flat = FlatParameters(
-        model.named_parameters(), names, ranks=all_ranks(), in_shared_memory=in_shared_memory
-    )
+    flat_options = {"ranks": all_ranks(), "in_shared_memory": in_shared_memory}
+    flat = FlatParameters(model.named_parameters(), ("nothing", "loss", "count"), **flat_options)
     can_share = world_size() > 1 and sys.platform == "linux"
     assert (flat.messages_of_ranks is not None) == (in_shared_memory and can_share)
     return build_gradient_sync(model, flat, **options)

@@ -74,9 +74,8 @@ def test_the_sampler_of_a_perfect_predictor_has_the_law_of_the_interpolant(sde_n
             assert abs(entries.mean()) < 5 * std / len(entries) ** 0.5
             assert entries.var() == pytest.approx(std**2, rel=5 * (2 / len(entries)) ** 0.5)
         if previous is not None:
-            expected = (
-                max(1 - sde_noise / n, 0) * (1 - (t - 1 / n)) / (1 - max(1 - sde_noise / n, 0) * (t - 1 / n))
-            )
+            a, before = max(1 - sde_noise / n, 0), t - 1 / n
+            expected = a * (1 - before) / (1 - a * before)
             kept = float((noise * previous).mean() / std**2)
             assert kept == pytest.approx(expected, abs=0.02), "the ODE keeps x0"
         previous = noise
@@ -140,10 +139,8 @@ def test_training_is_that_of_a_plain_loop():
         assert_close(output.prediction.logits, logits)
         assert_close(output.carry.state["z_H"], z_H.detach())
         names, weights = zip(*model.named_parameters(), strict=True)
-        ours, theirs = (
-            torch.autograd.grad(each.square().sum(), weights, allow_unused=True)
-            for each in (output.prediction.logits, logits)
-        )
+        squares = (each.square().sum() for each in (output.prediction.logits, logits))
+        ours, theirs = (torch.autograd.grad(each, weights, allow_unused=True) for each in squares)
         for name, found, expected in zip(names, ours, theirs, strict=True):
             assert_close(found, expected, what=name)
     assert 0 < sum(owns) < 18
@@ -154,10 +151,8 @@ def test_training_is_that_of_a_plain_loop():
 def test_evaluation_is_that_of_a_plain_loop(sde_noise):
     model, batch, n = tiny_model("flow").eval(), random_batch(3), 4
     reasoning = dataclasses.replace(model.eval_reasoning("max"), max_steps=n, sde_noise=sde_noise)
-    rngs = [
-        SlotRng.of_evaluation(3, rows=batch.rows, samples=torch.zeros(3).long(), steps=torch.tensor(i).int())
-        for i in (1, 2, 3, 4)
-    ]
+    options = {"rows": batch.rows, "samples": torch.zeros(3).long()}
+    rngs = [SlotRng.of_evaluation(3, **options, steps=torch.tensor(i).int()) for i in (1, 2, 3, 4)]
     carry = model.refill(model.initial_carry(batch), batch, reasoning, rngs[0])
     x, s = _V**-0.5 * rngs[0].normal((FACTS.seq_len, _V), use="flow x0"), _V**-0.5
     a = 1 - sde_noise / n

@@ -45,23 +45,21 @@ def test_files_are_downloaded_once_and_only_those_that_are_needed(server, files,
     environment = server.environment(tmp_path / "home")
     finished = _build(tmp_path / "hub", _HERE, **environment)
     assert finished.statuses == [0], finished.stderr
-    first_lines = [line for line in finished.stdout.splitlines() if "downloading" in line]
-    assert first_lines == [
-        f"downloading {name} of owner/puzzles (0.1 MB)" for name in ("train.csv", "test.csv.gz")
-    ]
+    told = [line for line in finished.stdout.splitlines() if "downloading" in line]
+    names = ["train.csv", "test.csv.gz"]
+    assert told == [f"downloading {name} of owner/puzzles (0.1 MB)" for name in names]
     assert finished.stderr == ""
     assert all("owner/puzzles" in line for line in server.requests), "nothing else is told to the Hub"
-    assert server.downloads() == ["train.csv", "test.csv.gz"]
+    assert server.downloads() == names
 
-    for name in ("train.csv", "test.csv.gz"):
+    for name in names:
         (tmp_path / name).write_bytes(files[name])
     assert _build(tmp_path / "by_hand", str(tmp_path)).statuses == [0]
     built = [tmp_path / place / "data" / "manifest.json" for place in ("hub", "by_hand")]
     assert built[0].read_bytes() == built[1].read_bytes()
 
-    newer = server.add(
-        "dataset", "owner/puzzles", {"train.csv": files["train.csv"].rsplit(b"\n", 2)[0] + b"\n"}
-    )
+    shorter = files["train.csv"].rsplit(b"\n", 2)[0] + b"\n"
+    newer = server.add("dataset", "owner/puzzles", {"train.csv": shorter})
     offline = _build(tmp_path / "offline", _HERE, **environment | {"HF_HUB_OFFLINE": "1"})
     assert offline.statuses == [0], offline.stderr
     assert "cannot be reached (HF_HUB_OFFLINE is set). Using the files in the cache." in offline.stdout
@@ -177,10 +175,7 @@ def _take_every_csv_file(environment: dict[str, str]) -> str:
     os.environ.update(environment)
     with pytest.raises(ValueError, match="outside") as refusal:
         find_source_files(
-            Path(_HERE),
-            lambda names: [name for name in names if "csv" in name],
-            needed="",
-            output_dir=Path("x"),
+            Path(_HERE), lambda names: [n for n in names if "csv" in n], needed="", output_dir=Path("x")
         )
     return str(refusal.value)
 

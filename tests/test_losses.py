@@ -19,7 +19,7 @@ _SLOTS = 6
 class _Losses(Objective):
     """The losses alone, with targets of q_continue that are given."""
 
-    def __init__(self, loss_type: str = "stablemax_cross_entropy", *, targets=(), **changes: float):
+    def __init__(self, loss_type: str = "softmax_cross_entropy", *, targets=(), **changes: float):
         values = load_defaults("arch/hrm")["loss"] | {"halting_weight": 0.3, "loss_type": loss_type}
         self.loss, self.targets = LossConfig(**values | changes), targets
 
@@ -135,9 +135,8 @@ def test_stablemax_stays_finite_where_softmax_would_not():
 def test_label_smoothing_is_the_mean_over_smoothed_labels(cross_entropy):
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[0, 4, IGNORE_LABEL_ID], [2, 2, 1]])
-    by_label = torch.stack(
-        [cross_entropy(logits, torch.full((2, 3), label), label_smoothing=0.0) for label in range(5)], dim=-1
-    )
+    of_labels = (torch.full((2, 3), label) for label in range(5))
+    by_label = torch.stack([cross_entropy(logits, each, label_smoothing=0.0) for each in of_labels], dim=-1)
     for cell in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
         share = torch.full((5,), 0.3 / 5)
         label = labels[tuple(cell)].item()
@@ -155,9 +154,8 @@ def test_later_steps_weigh_less():
     output = _output()
     plain, plain_sums = _Losses().of(output)
     decayed, sums = _Losses(supervision_decay=0.7).of(output)
-    assert {name: float(value) for name, value in sums.items()} == {
-        k: float(v) for k, v in plain_sums.items()
-    }
+    numbers, expected = ({name: float(value) for name, value in each.items()} for each in (sums, plain_sums))
+    assert numbers == expected
     logits, weights = output.prediction.logits, (1, 0.7, 0.49, 0.343, 0.7, 1)
     before, after = (torch.autograd.grad(loss, logits)[0] for loss in (plain, decayed))
     for slot, weight in enumerate(weights):
