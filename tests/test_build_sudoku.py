@@ -103,20 +103,6 @@ def test_a_killed_builder_leaves_no_process(tmp_path):
         builder.communicate(timeout=60)
 
 
-def test_variants_are_of_their_original_and_never_test_puzzles(tmp_path):
-    sets = build(tmp_path / "data", "--generate", 100, "--box", "2x2", "--num-aug", 40)
-    train = sets["train"]
-    assert not set(rows_of(train.inputs)) & set(rows_of(sets["test"].inputs))
-    assert are_solved(train.labels - 1, box=(2, 2)).all()
-    assert ((train.inputs == 1) | (train.inputs == train.labels)).all()
-    num_clues = (train.inputs > 1).sum(axis=1).reshape(100, 41)
-    assert (num_clues == num_clues[:, :1]).all()
-    assert all(count_solutions(question, box=(2, 2)) == 1 for question in (train.inputs[:500] - 1).tolist())
-    assert len(set(rows_of(train.inputs[:41]))) > 30  # a puzzle's variants differ
-    originals = build(tmp_path / "originals", "--generate", 100, "--box", "2x2")["train"]
-    assert np.array_equal(train.inputs[::41], originals.inputs)
-
-
 @pytest.mark.parametrize(("box", "count", "num_aug"), [("2x2", 60, 40), ("2x3", 10, 5)])
 def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, count, num_aug):
     arguments = ["--generate", count, "--num-test", 5, "--box", box, "--num-aug", num_aug]
@@ -124,8 +110,8 @@ def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, coun
     build(tmp_path / "full", *arguments, "--materialize")
     written = open_split(tmp_path / "full", "train")
     assert written.metadata.augmentation is None
-    names = {path.stem for path in (tmp_path / "full" / "train").iterdir()}
-    assert names == {*(f"all__{field}" for field in FIELDS), "dataset"}
+    names = sorted(path.stem for path in (tmp_path / "full" / "train").iterdir())
+    assert names == [*(f"all__{field}" for field in sorted(FIELDS)), "dataset"]
     for field in FIELDS:
         assert np.array_equal(getattr(written.sets["all"], field), getattr(made, field)), field
     compact = open_split(tmp_path / "transforms", "train").sets["all"]
