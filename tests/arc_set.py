@@ -51,14 +51,8 @@ def write_arc(folder: Path, tasks: Tasks, *, sets: dict[str, list[str]], **chang
     made = {}
     for set_name, used in sets.items():
         tests = [tasks[name.partition("|||")[0]] for name in used]
-        grids = [
-            [
-                lay(augment(np.array(test[side]), name))
-                for name, own in zip(used, tests, strict=True)
-                for test in own
-            ]
-            for side in (0, 1)
-        ]
+        named = [(name, test) for name, own in zip(used, tests, strict=True) for test in own]
+        grids = [[lay(augment(np.array(test[side]), name)) for name, test in named] for side in (0, 1)]
         made[set_name] = PuzzleSet(
             inputs=np.array(grids[0]),
             labels=np.array(grids[1]),

@@ -35,12 +35,8 @@ def make_tasks(count: int, *, seed: int = 0, largest: int = 6) -> Tasks:
 def task_of(*pairs: tuple[list, list], num_tests: int = 1):
     """A `Task` of (input, output); the last ones are test pairs."""
     content = [{"input": question, "output": answer} for question, answer in pairs]
-    return parse_task(
-        {"train": content[:-num_tests], "test": content[-num_tests:]},
-        task_id="a",
-        subset="training",
-        source="here",
-    )
+    task = {"train": content[:-num_tests], "test": content[-num_tests:]}
+    return parse_task(task, task_id="a", subset="training", source="here")
 
 
 def write_folder(folder: Path, tasks: Tasks) -> Path:

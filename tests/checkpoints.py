@@ -53,9 +53,8 @@ def do_step(
     """Does a step on this rank's share of a global batch."""
     share = batch.select(slice(state.slots.start, state.slots.stop))
     rates = learning_rates(config, state.step + 1, total_steps=total_steps)
-    return train_step(
-        state, share, config=config, rates=rates, clock=StepClock(torch.device("cpu")), **options
-    )
+    clock = StepClock(torch.device("cpu"))
+    return train_step(state, share, config=config, rates=rates, clock=clock, **options)
 
 
 def random_state(step: int, **changes) -> TrainState:
@@ -134,20 +133,20 @@ def flip_bit(path: Path, place: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
-def save_on(
-    data: Path,
-    run: Path,
-    *,
-    train: Callable[[TrainState], None] = lambda _: None,
-    facts: dict | None = None,
-    **arch,
-) -> Path:
-    """A run on a dataset that saves after one step; `train` may change its weights. arch: of a tiny model."""
-    config = run_config(run, data_path=[str(data)], arch=tiny_arch(**arch).model_dump())
+def state_on(data: Path, config: PretrainConfig) -> TrainState:
+    """Builds the first state of a run on a dataset."""
     metadata = load_metadata(data, "test")
     if config.arch.finds_candidates:
         metadata = with_candidates(open_dataset(data, read_everything=False)).metadata
-    state = build_first_state(config, metadata, device=torch.device("cpu"))
+    return build_first_state(config, metadata, device=torch.device("cpu"))
+
+
+def save_on(
+    data: Path, run: Path, *, train: Callable = lambda state: None, facts: dict | None = None, **arch
+) -> Path:
+    """A run on a dataset that saves after one step; `train` may change its weights. arch: of a tiny model."""
+    config = run_config(run, data_path=[str(data)], arch=tiny_arch(**arch).model_dump())
+    state = state_on(data, config)
     train(state)
     state.step = 1
     run.mkdir(parents=True)

@@ -13,9 +13,8 @@ REAL_MAZES = REAL_DATA.parent / "maze-30x30-hard-1k"
 
 def to_tokens(texts: list[str]) -> np.ndarray:
     """uint8 [count, cells]. Line ends, '|', between the rows of a maze are for the eye."""
-    return np.array(
-        [[CHARACTERS.index(cell) + 1 for cell in text.replace("|", "")] for text in texts], np.uint8
-    )
+    tokens = [[CHARACTERS.index(cell) + 1 for cell in text.replace("|", "")] for text in texts]
+    return np.array(tokens, np.uint8)
 
 
 def to_text(maze: np.ndarray) -> str:

@@ -10,13 +10,8 @@ def write_plugins(folder: Path) -> Path:
     """Writes each file of the page into `folder`/mine, and returns this folder."""
     page = (REPOSITORY / "docs" / "extend.md").read_text()
     blocks = re.findall(r"```(?:python|yaml)\n# (mine/\S+)\n(.*?)```", page, re.DOTALL)
-    assert [name for name, _ in blocks] == [
-        "mine/gru.py",
-        "mine/arch/gru.yaml",
-        "mine/jigsaw.py",
-        "mine/lion.py",
-        "mine/spoken.py",
-    ]
+    names = "mine/gru.py mine/arch/gru.yaml mine/jigsaw.py mine/lion.py mine/spoken.py"
+    assert [name for name, _ in blocks] == names.split()
     for name, text in blocks:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

@@ -86,9 +86,7 @@ def nonogram(generator: random.Random) -> tuple[Rows, Rows]:
             each for each in pictures if [tuple(_RUNS[line]) for line in zip(*each, strict=True)] == columns
         )
         if len(list(itertools.islice(fits, 2))) == 1:
-            above = [
-                ("   " + "".join(each)).replace(" ", "-") for each in zip(*map(_clues, columns), strict=True)
-            ]
+            above = ["---" + "".join(each) for each in zip(*map(_clues, columns), strict=True)]
             return [
                 [*above, *(_clues(runs) + "." * _SIZE for runs in rows)],
                 [*above, *(_clues(runs) + "".join(row) for runs, row in zip(rows, picture, strict=True))],
@@ -105,10 +103,8 @@ def slide(generator: random.Random, size: int = 8) -> tuple[Rows, Rows]:
     rows = ["".join(generator.choices("#o" + arrow, (2, 4, 6), k=size)) for _ in range(size)]
     rows[0] = arrow + rows[0][1:]  # or nothing says whereto
     lines = list(map("".join, zip(*rows, strict=True))) if turned else rows
-    slid = [
-        "#".join("".join(sorted(part, key="o".__eq__, reverse=not backwards)) for part in line.split("#"))
-        for line in lines
-    ]
+    options = {"key": "o".__eq__, "reverse": not backwards}
+    slid = ["#".join("".join(sorted(part, **options)) for part in line.split("#")) for line in lines]
     return rows, list(map("".join, zip(*slid, strict=True))) if turned else slid
 
 

@@ -13,7 +13,6 @@ import encodings.idna  # noqa: F401
 import json
 import multiprocessing.synchronize  # noqa: F401
 import os
-import sys
 import tempfile
 
 import numpy.ctypeslib
@@ -45,8 +44,7 @@ for schema, words in (
     (PretrainConfig, ("arch=hrm", "data_path='a b'", "checkpoint_path=run", "evaluators=[]", *OVERRIDES)),
     (EvaluateConfig, ("checkpoint=[a,b/c]", "save_outputs=[preds]", "device=cpu")),
 ):
-    sys.argv = ["program", *words]
-    compose_config(schema)
+    compose_config(schema, words)
 
 # To count the operations of a model takes as long as ten steps. Processes read what another one has counted.
 _counted = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115
@@ -58,9 +56,8 @@ def _count_once(self, reasoning, *, trains=False):
     sizes = [(*each.shape, each.requires_grad) for each in network.parameters()]
     key = f"{network.arch} {sizes} {self._seq_len} {reasoning} {trains}"
     text = os.pread(_counted.fileno(), os.fstat(_counted.fileno()).st_size, 0)
-    known = dict(
-        map(json.loads, text.rpartition(b"\n")[0].splitlines())
-    )  # the last line may not be whole yet
+    lines = text.rpartition(b"\n")[0].splitlines()  # the last line may not be whole yet
+    known = dict(map(json.loads, lines))
     if key not in known:
         known[key] = _flops(self, reasoning, trains=trains)
         _counted.write(json.dumps([key, known[key]]).encode() + b"\n")

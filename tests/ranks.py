@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 import warnings
@@ -110,6 +112,14 @@ def complete_program(
     finished = run_program(name, *arguments, folder=folder, world_size=world_size, **options)
     assert finished.statuses == [0] * (world_size or 1), finished.stderr
     return finished
+
+
+def run_code(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    """Runs Python code by a new interpreter that finds our modules, and has no settings of threads."""
+    given = {key: each for key, each in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "KMP_"))}
+    given |= {"PYTHONPATH": str(REPOSITORY)} | environment
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, env=given, capture_output=True, text=True)
 
 
 def send_signal(number: int, module: str, name: str, call: int) -> None:

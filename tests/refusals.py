@@ -14,9 +14,8 @@ _TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 def cases(section: str, *names: str):
     """Parametrizes a test by a section: the first columns, then the words that the message must have."""
     rows = [(*row[: len(names)], row[len(names) :]) for row in _TABLE[section]]
-    return pytest.mark.parametrize(
-        (*names, "words"), rows, ids=[" ".join(map(str, row))[:60] for row in rows]
-    )
+    ids = [" ".join(map(str, row))[:60] for row in rows]
+    return pytest.mark.parametrize((*names, "words"), rows, ids=ids)
 
 
 def check(message: str, words: list[str], **known: object) -> None:

@@ -9,8 +9,7 @@ import torch
 
 from checkpointing.files import CONFIG_FILE, STARTS_FILE
 from config.files import config_to_yaml
-from dataset.description import DatasetInfo, with_candidates
-from dataset.files import load_metadata, open_dataset
+from dataset.description import DatasetInfo
 from dataset.metadata import IGNORE_LABEL_ID, Dataset, usual_metadata
 from evaluation.trace import Trace
 from models import HaltingModel, build_model
@@ -18,9 +17,9 @@ from models.lattice import NO_GUESS
 from models.network import Network
 from report.trace import TracedPuzzles
 from runtime.metrics_file import METRICS_FILE
+from tests.checkpoints import state_on
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
-from training.state import build_first_state
 
 SEARCHING = {"eval_halt_max_steps": 20, "kill_threshold": 0.4, "eval_conflict_threshold": 0.7}
 
@@ -34,10 +33,7 @@ def write_run(
     config = tiny_config(**{"arch": arch, **names, **changes})
     folder.mkdir(parents=True)
     if has_checkpoint:
-        metadata = load_metadata(data, "test")
-        if config.arch.name == "ldt":
-            metadata = with_candidates(open_dataset(data, read_everything=False)).metadata
-        state = build_first_state(config, metadata, device=torch.device("cpu"))
+        state = state_on(data, config)
         if hasattr(state.model.network, "q_head"):
             with torch.no_grad():
                 state.model.network.q_head.weight.normal_(generator=torch.Generator().manual_seed(1))

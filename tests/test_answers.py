@@ -70,8 +70,8 @@ def test_answers_are_the_labels_of_equal_inputs_in_the_group():
 
 
 def test_answers_of_variants_are_transformed_as_their_labels(tmp_path):
-    words = ("--output-dir", tmp_path, "--generate", 6, "--num-test", 2, "--box", "2x2", "--num-aug", 3)
-    puzzles = build_sets("sudoku", tmp_path, *words[2:])["train"]
+    words = ("--generate", 6, "--num-test", 2, "--box", "2x2", "--num-aug", 3)
+    puzzles = build_sets("sudoku", tmp_path, *words)["train"]
     assert puzzles.augmentation
     sizes = puzzles.puzzle_indices * 2  # each puzzle gets a second example: another label of the same input
     labels = puzzles.labels.repeat(2, axis=0)
@@ -171,9 +171,6 @@ def test_an_evaluation_and_a_batch_without_answers_need_none():
     carry = model.blank_carry(2, seq_len=16, device=torch.device("cpu"))
     assert carry.state["answers"].shape == (2, 3, 16)
     assert "answers" not in model.eval().initial_carry(carry.data).state
-
-
-# ------------------------------------------------------------------------------------------ several ranks
 
 
 def _write_all_grids(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Votes over augmented views: by hand, against plain loops, and the same on any number of ranks."""
+"""Votes over augmented views: by hand, against plain loops, on any number of ranks; the way back to grids."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.kinds.arc.evaluator import PASSES
+from dataset.kinds.arc.evaluator import PASSES, corner_grids
 from dataset.mixture import open_datasets
 from distributed.world import is_main
 from evaluation.evaluators import Evaluators
@@ -15,6 +15,7 @@ from tests.answers import add_in_batches, answers, metrics_of
 from tests.arc_set import (
     MIRRORED,
     ONE_TASK,
+    SIZE,
     TURNED,
     VIEWS,
     A,
@@ -36,8 +37,6 @@ from tests.arc_set import (
 from tests.arc_source import build, make_tasks, write_folder
 from tests.ranks import run_ranks
 
-# ---------------------------------------------------------------------------------------------------- by hand
-
 
 def test_outputs_that_nobody_knows_count_nowhere(tmp_path):
     """They are voted on, for the submission."""
@@ -51,17 +50,6 @@ def test_outputs_that_nobody_knows_count_nowhere(tmp_path):
     assert passes(metrics) == [1.0] * 6
     assert (metrics["arc/count"], metrics["arc/test_inputs"], metrics["arc/votes"]) == (1, 1, 3)
     assert submission == {"a": [attempts(B, B), attempts(E, E)], "b": [attempts(C, C)]}
-
-
-@pytest.mark.parametrize(("only_answered", "expected"), [(False, (0.25, 2, 3)), (True, (1.0, 1, 1))])
-def test_inputs_without_votes_are_wrong_or_do_not_count(tmp_path, only_answered, expected):
-    tasks = {"a": [(A, B), (C, D)], "b": [(A, B)]}
-    folder = write_arc(tmp_path / "data", tasks, sets={"all": ["a", "b"]})
-    evaluator = arc_evaluator(folder)
-    evaluator.only_answered = only_answered
-    evaluator.add("all", arc_answers(folder, tasks, [Prediction("a", 0, B)]))
-    metrics = metrics_of(evaluator)["all"]
-    assert tuple(metrics[f"arc/{name}"] for name in ("pass@1", "count", "test_inputs")) == expected
 
 
 def test_a_dataset_of_hrms_tools_has_its_tasks_in_its_test_set(tmp_path):
@@ -102,7 +90,7 @@ def test_which_grids_are_submitted(tmp_path, votes, expected):
 
 
 def test_what_nobody_answered_keeps_its_place(tmp_path):
-    """Task a: one of two inputs right. b: no vote. c: in no set. So 0.5 / 3."""
+    """Task a: one of two inputs right. b: no vote. c: in no set. So 0.5 / 3, or 1, if only answers count."""
     tasks: Tasks = {"a": [(A, B), (C, D)], "b": [(A, B)], "c": [(A, A), (B, B)]}
     folder = write_arc(tmp_path / "data", tasks, sets={"all": ["a", "b"]})
     metrics, submission = evaluated(folder, tasks, [Prediction("a", 1, D)])
@@ -111,6 +99,11 @@ def test_what_nobody_answered_keeps_its_place(tmp_path):
     nothing = attempts([[0]], [[0]])
     assert submission == {"a": [nothing, attempts(D, D)], "b": [nothing], "c": [nothing] * 2}
     assert evaluated(folder, tasks, []) == ({}, {"a": [nothing] * 2, "b": [nothing], "c": [nothing] * 2})
+    evaluator = arc_evaluator(folder)
+    evaluator.only_answered = True
+    evaluator.add("all", arc_answers(folder, tasks, [Prediction("a", 1, D)]))
+    metrics = metrics_of(evaluator)["all"]
+    assert [metrics[f"arc/{name}"] for name in ("pass@1", "count", "test_inputs")] == [1, 1, 1]
 
 
 def test_equal_inputs_share_their_votes(tmp_path):
@@ -129,25 +122,19 @@ def test_sets_have_their_own_tasks_and_share_the_submission(tmp_path):
     evaluator.add("one", arc_answers(folder, tasks, [Prediction("a", 0, B), Prediction(TURNED, 0, C)]))
     evaluator.add("two", arc_answers(folder, tasks, [Prediction("b", 0, D), Prediction("a", 0, C)]))
     metrics = metrics_of(evaluator)
-    assert {name: (of_set["arc/count"], of_set["arc/votes"]) for name, of_set in metrics.items()} == {
-        "one": (2, 2),  # a, and c, which is nowhere
-        "two": (3, 2),
-    }
+    counts = {name: (of_set["arc/count"], of_set["arc/votes"]) for name, of_set in metrics.items()}
+    assert counts == {"one": (2, 2), "two": (3, 2)}, "c, which is in no set, counts in both"
     assert metrics["one"]["arc/pass@2"] == 0.5
     assert metrics["two"]["arc/pass@2"] == pytest.approx(1 / 3)
     evaluator.write(folder)
     assert json.loads((folder / "submission.json").read_text())["a"] == [attempts(C, B)]
 
 
-# ------------------------------------------------------------------------------------------------------ ranks
-
-
 def _evaluate_random_case(folder: Path, output: Path, global_batch_size: int) -> dict:
     tasks, predictions = random_case(folder)
     evaluators = arc_evaluators(folder)
-    add_in_batches(
-        evaluators, "all", arc_answers(folder, tasks, predictions), global_batch_size=global_batch_size
-    )
+    given = arc_answers(folder, tasks, predictions)
+    add_in_batches(evaluators, "all", given, global_batch_size=global_batch_size)
     metrics = evaluators.gather_metrics()
     if is_main():
         output.mkdir()
@@ -186,19 +173,15 @@ def test_metrics_against_plain_loops(tmp_path):
                 own = [chance for other, chance in zip(grids, chances, strict=True) if other == grid]
                 return len(own), sum(own) / len(own)
 
-            ranked = sorted({json.dumps(grid) for grid in grids}, key=lambda text: score(json.loads(text)))[
-                ::-1
-            ]
-            ranked = [json.loads(text) for text in ranked]
+            distinct = {json.dumps(grid) for grid in grids}
+            ranked = sorted(map(json.loads, distinct), key=score, reverse=True)
             places.append(ranked.index(output) if output in ranked else math.inf)
             given = submission[task][test_input]
             assert [given["attempt_1"], given["attempt_2"]] == (ranked * 2)[:2]
+            submitted.append(output in given.values())
         for k in PASSES:
             shares[k].append(np.mean([place < k for place in places]))
         all_places += places
-        submitted += [
-            output in given.values() for (_, output), given in zip(tests, submission[task], strict=True)
-        ]
     assert passes(metrics) == pytest.approx([np.mean(shares[k]) for k in PASSES])
     for k in PASSES:
         assert metrics[f"arc/outputs/pass@{k}"] == pytest.approx(np.mean([place < k for place in all_places]))
@@ -224,10 +207,10 @@ def test_labels_of_a_built_dataset_are_right(tmp_path, form):
     assert passes(metrics) == [1.0] * 6
     assert (metrics["arc/count"], metrics["arc/votes"]) == (4, len(rows))
     evaluator.write(tmp_path)
-    assert json.loads((tmp_path / "submission.json").read_text()) == {
-        name: [attempts(pair["output"], pair["output"]) for pair in task["test"]]
-        for name, task in tasks.items()
+    expected = {
+        name: [attempts(*[pair["output"]] * 2) for pair in task["test"]] for name, task in tasks.items()
     }
+    assert json.loads((tmp_path / "submission.json").read_text()) == expected
 
 
 def test_a_mixture_of_folders_is_evaluated_folder_by_folder(tmp_path):
@@ -245,10 +228,8 @@ def test_a_mixture_of_folders_is_evaluated_folder_by_folder(tmp_path):
     shift = data.origin("two.all").first_identifier
     evaluators.add("two.all", theirs._replace(puzzle_identifiers=theirs.puzzle_identifiers + shift))
     metrics = evaluators.gather_metrics()
-    assert {name: of_set["arc/pass@1"] for name, of_set in metrics.items()} == {
-        "one.all": 1.0,
-        "two.all": 0.0,
-    }
+    found = {name: of_set["arc/pass@1"] for name, of_set in metrics.items()}
+    assert found == {"one.all": 1.0, "two.all": 0.0}
     evaluators.write(tmp_path / "left")
     for name, expected in (("one", {"a": [attempts(B, B)]}), ("two", {"b": [attempts(E, E)]})):
         assert json.loads((tmp_path / "left" / name / "submission.json").read_text()) == expected
@@ -264,3 +245,83 @@ def test_samples_are_further_votes(tmp_path):
     assert (metrics["arc/votes"], metrics["arc/pass@1"]) == (3, 1.0)
     evaluators.write(tmp_path)
     assert json.loads((tmp_path / "submission.json").read_text()) == {"a": [attempts(B, C)]}
+
+
+def largest_corner(tokens: np.ndarray) -> tuple[int, int]:
+    """By trying all: of the largest area the fewest rows."""
+    best = (0, 0)
+    grid = tokens.reshape(SIZE, SIZE).tolist()
+    for rows in range(1, SIZE + 1):
+        for columns in range(1, SIZE + 1):
+            if all(2 <= grid[row][column] <= 11 for row in range(rows) for column in range(columns)):
+                if rows * columns > best[0] * best[1]:
+                    best = (rows, columns)
+            else:
+                break
+    return best
+
+
+@pytest.mark.slow
+def test_largest_corner_against_plain_loops():
+    draw = np.random.default_rng(0)
+    cases = [np.full(900, 11), np.zeros(900, int), np.where(np.arange(900) == 899, 1, 2)]
+    for density in (0.003, 0.01, 0.05, 0.2, 0.6):
+        for _ in range(20):
+            colors = draw.integers(2, 12, 900)
+            cases.append(np.where(draw.random(900) < density, draw.choice([0, 1], 900), colors))
+    staircase = np.add.outer(np.arange(SIZE), np.arange(SIZE))
+    cases += [np.where(staircase < number, 5, 1).ravel() for number in range(1, 40, 3)]  # equal areas
+    for dtype in (np.uint8, np.int32):
+        tokens = np.array(cases, dtype)
+        for row, grid in zip(tokens, corner_grids(tokens), strict=True):
+            rows, columns = largest_corner(row)
+            assert np.array_equal(grid, row.reshape(SIZE, SIZE)[:rows, :columns])
+
+
+def test_rows_of_no_test_input_end_the_evaluation(tmp_path, capsys):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    evaluators = arc_evaluators(folder)
+    evaluators.add("all", arc_answers(folder, {"a": [(E, B)]}, [Prediction(TURNED, 0, B)] * 2))
+    with pytest.raises(SystemExit):
+        evaluators.gather_metrics()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "2 test examples match no test input of their task in test_puzzles.json" in line
+
+
+def _task(**changes) -> str:
+    pair = {"input": A, "output": B}
+    return json.dumps({"a": {"train": [pair], "test": [pair], **changes}})
+
+
+BAD_NAMES = ("", "b", "<blank>", "a|||t8|||0123456789", "a|||t0|||0123456788", "a|||t0|||012345678",
+             "a|||t0", "a|||t0|||0123456789\n")  # fmt: skip
+BAD_FILES = [
+    ("test_puzzles.json", "{", "is not valid JSON"),
+    ("test_puzzles.json", "[]", "is not a JSON object of tasks"),
+    ("test_puzzles.json", "{}", "is not a JSON object of tasks"),
+    ("test_puzzles.json", '{"a": []}', "task a: not a task.*Build the dataset again"),
+    ("test_puzzles.json", _task(test=[{"output": A}]), "test pair 1 has no input. Build"),
+    ("test_puzzles.json", _task().replace('"a"', '"b"'), "'a', identifier 1, is in the test split"),
+    ("identifiers.json", None, "does not contain the names of 4 identifiers"),
+    ("identifiers.json", '{"a": 1}', "does not contain the names of 4 identifiers"),
+    ("identifiers.json", "[0, 1, 2, 3]", "identifier 1, is in the test split"),
+    ("identifiers.json", '["<blank>", "a"]', "does not contain the names of 4 identifiers"),
+    *(
+        ("identifiers.json", json.dumps(["<blank>", "a", name, "a"]), "identifier 2, is in the test split")
+        for name in BAD_NAMES
+    ),
+]
+
+
+def test_bad_datasets(tmp_path):
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    for file, content, message in BAD_FILES:
+        whole = (folder / file).read_text()
+        (folder / file).unlink()
+        if content is not None:
+            (folder / file).write_text(content)
+        with pytest.raises(ValueError, match=message) as error:
+            arc_evaluator(folder)
+        assert "\n" not in str(error.value)
+        assert file in str(error.value)
+        (folder / file).write_text(whole)

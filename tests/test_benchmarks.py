@@ -29,9 +29,8 @@ KEYS = {
 
 
 def test_all_of_them_are_in_make_bench():
-    programs = {
-        path.stem for path in (REPOSITORY / "benchmarks").glob("*.py") if "def main(" in path.read_text()
-    }
+    files = (REPOSITORY / "benchmarks").glob("*.py")
+    programs = {path.stem for path in files if "def main(" in path.read_text()}
     assert programs == {command.split()[0] for command in KEYS}
     recipe = (REPOSITORY / "Makefile").read_text().partition("\nbench:")[2]
     assert programs == set(re.findall(r'"(\w+) --', recipe))

@@ -91,13 +91,16 @@ def test_the_best_value_is_told_and_in_the_checkpoints_and_survives(run):
     assert checkpoints.best.record(4, {name: 0.5}) == {}, "another metric's best says nothing"
 
 
-def test_without_labels_no_count_is_advised(capsys):
+def test_an_unknown_metric_is_told_and_without_labels_no_count_is_advised(capsys):
     row = {"eval/all/arc/count": 0, "eval/all/arc/test_inputs": 0, "eval/all/arc/votes": 64}
     best = BestStep(tiny_config(keep_best="exact_accuracy"))
+    assert best.record(1, {"train/lm_loss": 0.5}) == {}
+    assert not capsys.readouterr().err
     assert best.record(1, row) == {}
     best.check(row | {"eval/all/arc/pass@2": 0.5})
     without, with_labels = capsys.readouterr().err.splitlines()
     assert without.endswith("is the best: the puzzles have no labels. Set keep_best=null.")
+    assert "keep_best=exact_accuracy" in with_labels
     assert with_labels.endswith("Choose from arc/pass@2.")
 
 

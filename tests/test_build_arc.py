@@ -20,9 +20,6 @@ def tasks(tmp_path) -> Path:
     return write_source(tmp_path / "source")
 
 
-# ----------------------------------------------------------------------------------------------------- layout
-
-
 @pytest.mark.parametrize(
     ("largest", "variants"), [(6, ("--num-aug", 7)), (30, ("--num-aug", 7)), (6, ("--dihedral",))]
 )
@@ -76,9 +73,6 @@ def test_images_that_are_the_same_puzzle_are_taken_once(tmp_path):
     assert read_json(tmp_path / "data" / "identifiers.json")[1:] == ["0a", "0a|||t1|||0123456789"]
 
 
-# ------------------------------------------------------------------------------------------- what decides it
-
-
 def test_the_kind_of_source_does_not_matter(tmp_path, tasks, monkeypatch):
     content = [make_tasks(3, seed=seed) for seed in range(2)]
     reordered = [dict(reversed(tasks.items())) for tasks in content]
@@ -121,18 +115,14 @@ def test_other_tasks_do_not_change_the_variants_of_a_task(tmp_path, tasks):
     assert two.translations[: -one.num_examples].any()
 
 
-# ------------------------------------------------------------------------------------- as they are published
-
-
 def test_kaggles_folder_as_it_is_downloaded(tmp_path, capsys):
     """The hidden test has no solutions; the file that is downloaded has tasks of others, which have."""
     hidden = make_tasks(2, seed=2)
     copied = dict(list(make_tasks(3, seed=0).items())[1:])
     for subset, tasks in (("training", make_tasks(3)), ("evaluation", make_tasks(3, seed=1))):
         write_kaggle(tmp_path / "kaggle", f"arc-agi_{subset}", tasks)
-    write_kaggle(tmp_path / "kaggle", "arc-agi_test", hidden | copied).with_name(
-        "arc-agi_test_solutions.json"
-    ).unlink()
+    write_kaggle(tmp_path / "kaggle", "arc-agi_test", hidden | copied)
+    (tmp_path / "kaggle" / "arc-agi_test_solutions.json").unlink()
     (tmp_path / "kaggle" / "sample_submission.json").write_text("{}")
     sets = build(tmp_path / "data", "--source", tmp_path / "kaggle", "--num-aug", 3)
     assert "test: 5 tasks (evaluation, test), 28 examples" in capsys.readouterr().out
@@ -166,9 +156,6 @@ def test_a_list_of_pairs_is_a_task(tmp_path):
     assert {len(task["test"]) for task in puzzles.values()} == {1}
 
 
-# ---------------------------------------------------------------------------------- what is evaluated, leaks
-
-
 def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks, capsys):
     repeated = make_tasks(3, seed=1)
     for task in repeated.values():  # the order of the pairs is no difference
@@ -178,9 +165,8 @@ def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks,
     capsys.readouterr()
     words = ["--source", tmp_path / "another", "--source", tasks, "--num-aug", 2]
     sets = build(tmp_path / "data", *words)
-    assert capsys.readouterr().out.startswith(
-        "repeated tasks, with the same content and used once: 3\ntrain: 7 tasks"
-    )
+    said = "repeated tasks, with the same content and used once: 3\ntrain: 7 tasks"
+    assert capsys.readouterr().out.startswith(said)
     assert read_json(tmp_path / "data" / "test_puzzles.json") == make_tasks(3, seed=1)
     assert sets["test"].num_examples == plain["test"].num_examples
     assert sets["train"].num_examples == plain["train"].num_examples + 3 * 2

@@ -19,9 +19,6 @@ def variants(maze: np.ndarray) -> list[bytes]:
     return [dihedral(maze.reshape(size, size), number).tobytes() for number in range(NUM_DIHEDRAL)]
 
 
-# ------------------------------------------------------------------------------------------------- generating
-
-
 @pytest.mark.parametrize(
     ("count", "num_test", "words"), [(15, 20, ()), (250, 25, ()), (15, 3, ("--num-test", 3))]
 )
@@ -50,9 +47,6 @@ def test_perfect_mazes_and_their_variants_have_one_answer(tmp_path):
         assert np.array_equal(published_answers(each.inputs), each.labels), "the rule has nothing to choose"
 
 
-# ------------------------------------------------------------------------------------------------- augmenting
-
-
 def test_variants_are_the_eight_of_the_square(tmp_path):
     plain = build(tmp_path / "plain", "--generate", 30, *SMALL)["train"]
     compact = build(tmp_path / "compact", "--generate", 30, *SMALL, "--aug")["train"]
@@ -65,35 +59,25 @@ def test_variants_are_the_eight_of_the_square(tmp_path):
     assert is_path(full.inputs, full.labels).all()
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-@pytest.fixture
-def maze_source(tmp_path):
-    """A folder of CSV files: 20 mazes of 6x6 for training and 5 for testing."""
+def test_source_folder(tmp_path, capsys):
     rows = source_rows(25)
-    write_csv(tmp_path / "source" / "train.csv", rows[:20])
-    write_csv(tmp_path / "source" / "test.csv.gz", rows[20:])
-    return tmp_path / "source"
-
-
-def test_source_folder(tmp_path, maze_source, capsys):
-    sets = build(tmp_path / "data", "--source", maze_source)
-    rows = source_rows(25)
-    for split, part in (("train", rows[:20]), ("test", rows[20:])):
+    parts = {"train": rows[:20], "test": rows[20:]}
+    for name, split in (("train.csv", "train"), ("test.csv.gz", "test")):
+        write_csv(tmp_path / "source" / name, parts[split])
+    sets = build(tmp_path / "data", "--source", tmp_path / "source")
+    for split, part in parts.items():
         assert sets[split].inputs.tolist() == to_tokens([row[1] for row in part]).tolist()
         assert sets[split].labels.tolist() == to_tokens([row[2] for row in part]).tolist()
     assert capsys.readouterr().err == ""
 
 
-def test_answers_of_another_rule_are_kept_and_counted(tmp_path, maze_source, capsys):
+def test_answers_of_another_rule_are_kept_and_counted(tmp_path, capsys):
     rows = [["", "S  | # |  G", "Soo| #o|  G", ""], ["", "S  | # | G#", "S  |o# |oG#", ""]]
     rows += [["", "S  |## |G  ", "Soo|##o|Goo", ""]]
     rows = [[cell.replace("|", "") for cell in row] for row in rows]
-    write_csv(maze_source / "train.csv", rows)
-    (maze_source / "test.csv.gz").unlink()
-    write_csv(maze_source / "test.csv", rows[1:2])
-    train = build(tmp_path / "data", "--source", maze_source)["train"]
+    write_csv(tmp_path / "source" / "train.csv", rows)
+    write_csv(tmp_path / "source" / "test.csv", rows[1:2])
+    train = build(tmp_path / "data", "--source", tmp_path / "source")["train"]
     assert train.labels.tolist() == to_tokens([row[2] for row in rows]).tolist()
     assert "warning: 1 of 4 answers are not the path that the published mazes have" in capsys.readouterr().err
 

@@ -12,8 +12,6 @@ from dataset.augmentations import NUM_DIHEDRAL, dihedral
 from tests.pairs_source import as_texts, build, random_pairs, read_back, write_csv, write_json, write_parquet
 from tests.sudoku_source import files_of
 
-# ---------------------------------------------------------------------------------------------------- reading
-
 
 @pytest.mark.parametrize("tasks", [1, 3])
 def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
@@ -31,9 +29,8 @@ def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
         assert 1 <= counted[1] <= sum(counted) * 0.2 + 1
     printed = capsys.readouterr()
     assert "symbols (5): space # . a b\n" in printed.out
-    assert (
-        "grids: 20 sizes from 1x1 to 4x5, each in a field of 4x5 cells, with end tokens below" in printed.out
-    )
+    grids = "grids: 20 sizes from 1x1 to 4x5, each in a field of 4x5 cells, with end tokens below"
+    assert grids in printed.out
     assert ("tasks (3), each with a puzzle identifier: task 0 (20)," in printed.out) == (tasks > 1)
 
 
@@ -108,9 +105,6 @@ def test_sequences_and_equal_grids_have_no_padding(tmp_path, capsys):
     assert sorted(rows) == sorted((f"red blue\n{n} -1", "blue", "<blank>") for n in range(12))
 
 
-# ------------------------------------------------------------------------------------------------- augmenting
-
-
 @pytest.mark.parametrize(
     ("options", "num_variants"),
     [
@@ -153,10 +147,9 @@ def test_no_variant_is_a_test_pair(tmp_path, capsys):
     """Every symmetric image of the test pair is there, of the same task and of another one."""
     grid = np.array([list("ab."), list("..#")])
     images = ["|".join("".join(row) for row in dihedral(grid, number)) for number in range(NUM_DIHEDRAL)]
-    pairs = [
-        {"input": image.split("|"), "output": ["a"], "task": "x", "split": "train"} for image in images[1:]
-    ]
-    pairs.append({"input": images[0].split("|"), "output": ["a"], "task": "x", "split": "test"})
+    of_x = {"output": ["a"], "task": "x"}
+    pairs = [{"input": image.split("|"), "split": "train"} | of_x for image in images[1:]]
+    pairs.append({"input": images[0].split("|"), "split": "test"} | of_x)
     pairs.append({"input": images[1].split("|"), "output": ["b"], "task": "y", "split": "train"})
     source = write_json(tmp_path / "p.jsonl", pairs)
     rows = read_back(build(tmp_path / "data", source, "--symmetries", "dihedral"), "train")
@@ -176,22 +169,16 @@ def test_a_sheet_is_read_as_a_table_is(tmp_path, capsys):
         book.save(tmp_path / name)
         return tmp_path / name
 
-    rows = [
-        ("note", "input", "output"),
-        (None, 12, "21"),
-        (None, None, None),
-        (7, "[[1], [2]]", "[[2], [1]]"),
-    ]
+    rows = [("note", "input", "output"), (None, 12, "21"), (None, None, None)]
+    rows.append((7, "[[1], [2]]", "[[2], [1]]"))
     data = build(tmp_path / "data", write("pairs.xlsx", *rows, (None, "12\n21", 2112.0)))
     assert {pair[:2] for split in ("train", "test") for pair in read_back(data, split)} == {
         ("12", "21"), ("1\n2", "2\n1"), ("12\n21", "2112")
     }  # fmt: skip
     assert "pairs.xlsx: sheets not used: notes" in capsys.readouterr().out
+    day, changed = datetime.date(2026, 5, 1), "a datetime. Excel has changed what was"
     for cell, message in (
-        (
-            datetime.date(2026, 5, 1),
-            "2: the cell is datetime.datetime.*, a datetime. Excel has changed what was",
-        ),
+        (day, f"2: the cell is datetime.datetime.*, {changed}"),
         (1234567890123456, "2: the cell is 1234567890123456, a int. Excel has"),
         (True, "2: the cell is True, a bool."),
     ):
@@ -219,9 +206,6 @@ def test_spaces_between_symbols_and_parts_of_characters_are_no_symbols(tmp_path,
     data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
     assert "spaces separate" not in capsys.readouterr().out
     assert max(len(pair[1]) for split in ("train", "test") for pair in read_back(data, split)) == 8
-
-
-# --------------------------------------------------------------------------------------------------- warnings
 
 
 def test_odd_pairs_are_warned_of(tmp_path, capsys):

@@ -23,8 +23,6 @@ from tests.ranks import REPOSITORY
 from tests.sudoku_source import build, files_of, rows_of, source_rows, write_csv
 from tests.waiting import wait_for
 
-# ------------------------------------------------------------------------------------------------- generating
-
 
 @pytest.mark.parametrize(("box", "least", "most"), [("2x2", 5, 8), ("2x3", 9, 12)])
 def test_clues_are_added_to_minimal_puzzles(tmp_path, box, least, most):
@@ -80,10 +78,8 @@ def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, options):
     arguments = ["--generate", "4", *options]
     build(tmp_path / "alone", *arguments)
     lines = ["from dataset import build", "from dataset.build import generation", "print('once')"]
-    lines += [
-        "generation._SECONDS_ALONE = 0.0",
-        f"build.build_dataset('sudoku', [*{arguments}, '--output-dir', 'pool'])",
-    ]
+    lines += ["generation._SECONDS_ALONE = 0.0"]
+    lines += [f"build.build_dataset('sudoku', [*{arguments}, '--output-dir', 'pool'])"]
     (tmp_path / "script.py").write_text("\n".join(lines))
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
@@ -106,23 +102,6 @@ def test_a_killed_builder_leaves_no_process(tmp_path):
         builder.communicate(timeout=60)
 
 
-# ------------------------------------------------------------------------------------------------- augmenting
-
-
-def test_variants_are_of_their_original_and_never_test_puzzles(tmp_path):
-    sets = build(tmp_path / "data", "--generate", 100, "--box", "2x2", "--num-aug", 40)
-    train = sets["train"]
-    assert not set(rows_of(train.inputs)) & set(rows_of(sets["test"].inputs))
-    assert are_solved(train.labels - 1, box=(2, 2)).all()
-    assert ((train.inputs == 1) | (train.inputs == train.labels)).all()
-    num_clues = (train.inputs > 1).sum(axis=1).reshape(100, 41)
-    assert (num_clues == num_clues[:, :1]).all()
-    assert all(count_solutions(question, box=(2, 2)) == 1 for question in (train.inputs[:500] - 1).tolist())
-    assert len(set(rows_of(train.inputs[:41]))) > 30  # a puzzle's variants differ
-    originals = build(tmp_path / "originals", "--generate", 100, "--box", "2x2")["train"]
-    assert np.array_equal(train.inputs[::41], originals.inputs)
-
-
 @pytest.mark.parametrize(("box", "count", "num_aug"), [("2x2", 60, 40), ("2x3", 10, 5)])
 def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, count, num_aug):
     arguments = ["--generate", count, "--num-test", 5, "--box", box, "--num-aug", num_aug]
@@ -130,10 +109,8 @@ def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, coun
     build(tmp_path / "full", *arguments, "--materialize")
     written = open_split(tmp_path / "full", "train")
     assert written.metadata.augmentation is None
-    assert sorted(path.stem for path in (tmp_path / "full" / "train").iterdir()) == [
-        *(f"all__{field}" for field in sorted(FIELDS)),
-        "dataset",
-    ]
+    names = sorted(path.stem for path in (tmp_path / "full" / "train").iterdir())
+    assert names == [*(f"all__{field}" for field in sorted(FIELDS)), "dataset"]
     for field in FIELDS:
         assert np.array_equal(getattr(written.sets["all"], field), getattr(made, field)), field
     compact = open_split(tmp_path / "transforms", "train").sets["all"]
@@ -143,10 +120,8 @@ def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, coun
 
 def test_every_puzzle_has_an_easier_example(tmp_path):
     arguments = ["--generate", 100, "--box", "2x2", "--num-aug", 3]
-    plain, sets = (
-        build(tmp_path / "plain", *arguments),
-        build(tmp_path / "data", *arguments, "--easier", "7-9"),
-    )
+    plain = build(tmp_path / "plain", *arguments)
+    sets = build(tmp_path / "data", *arguments, "--easier", "7-9")
     train = sets["train"]
     assert np.array_equal(sets["test"].inputs, plain["test"].inputs)
     assert np.array_equal(train.puzzle_indices, 2 * plain["train"].puzzle_indices)
@@ -180,18 +155,6 @@ def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-def test_source_folder(tmp_path, source):
-    sets = build(tmp_path / "data", "--source", source, "--box", "2x2")
-    for split, rows in (("train", source_rows(40)), ("test", source_rows(10, stream=1))):
-        questions = [[int(cell) + 1 for cell in row[1].replace(".", "0")] for row in rows]
-        answers = [[int(cell) + 1 for cell in row[2]] for row in rows]
-        assert sets[split].inputs.tolist() == questions
-        assert sets[split].labels.tolist() == answers
-
-
 def test_columns_are_found_by_name_and_others_ignored(tmp_path):
     rows = [[row[3], row[2], 'any, "thing"\nat all', row[1]] for row in source_rows(20)]
     path = write_csv(tmp_path / "puzzles.csv", rows, header=["rating", "answer", "remark", "question"])
@@ -215,9 +178,7 @@ def test_columns_are_found_by_name_and_others_ignored(tmp_path):
 def test_tables_of_the_public_sets(tmp_path, header, separator, order, options):
     """In a folder, as the only file; an answer that is not there is found."""
     rows = source_rows(12)
-    fields = [
-        {"q": row[1], "a": row[2], "i": str(index), "r": f"{index % 2}.0"} for index, row in enumerate(rows)
-    ]
+    fields = [{"q": row[1], "a": row[2], "i": str(n), "r": f"{n % 2}.0"} for n, row in enumerate(rows)]
     lines = ([header] if header else []) + [separator.join(row[each] for each in order) for row in fields]
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "sudoku.csv").write_text("\n".join(lines))
@@ -225,9 +186,8 @@ def test_tables_of_the_public_sets(tmp_path, header, separator, order, options):
     built = {row.tobytes(): label.tobytes() for each in sets.values()
              for row, label in zip(each.inputs - 1, each.labels - 1, strict=True)}  # fmt: skip
     expected = [row for row in fields if not options or order == "aqi" or row["r"] == "1.0"]
-    assert built == {
-        bytes(int(cell) for cell in row["q"].replace(".", "0")): bytes(map(int, row["a"])) for row in expected
-    }
+    grids = ((row["q"].replace(".", "0"), row["a"]) for row in expected)
+    assert built == {bytes(map(int, question)): bytes(map(int, answer)) for question, answer in grids}
 
 
 @pytest.mark.parametrize("name", ["hardest.txt", "easy.sdm.gz"])

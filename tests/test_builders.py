@@ -80,10 +80,9 @@ def test_a_command_gives_the_recorded_bytes_and_another_seed_others(source, caps
 )
 def test_the_command_on_a_card_gives_the_same_bytes(source, command):
     data = build(command, source, source / "data")
-    shown = _build_command(source / "data", name=str(source / "again")).replace(
-        "SOURCE", "SOURCE/pairs.jsonl"
-    )
-    kind, *words = shlex.split(shown.replace("SOURCE", str(source)), comments=True)[3:]
+    shown = _build_command(source / "data", name=str(source / "again"))
+    shown = shown.replace("SOURCE", str(source / "pairs.jsonl"))
+    kind, *words = shlex.split(shown, comments=True)[3:]
     build_dataset(kind, words)
     assert files_of(source / "again") == data
 

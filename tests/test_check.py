@@ -199,9 +199,8 @@ def test_mistakes_are_printed_once(tmp_path, argument, status, text):
 
 def test_addresses_are_those_of_the_chosen_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
-    with pytest.raises(
-        ValueError, match="GLOO_SOCKET_IFNAME=no-such-one: No such device. Choose one of .*'lo'"
-    ):
+    unknown = "GLOO_SOCKET_IFNAME=no-such-one: No such device. Choose one of .*'lo'"
+    with pytest.raises(ValueError, match=unknown):
         listen_like_gloo()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: no interface no-such-one. Choose among .*lo"):

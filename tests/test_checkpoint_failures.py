@@ -1,7 +1,10 @@
-"""Killed runs, full disks, lost ranks: nothing is lost, and saving continues."""
+"""Killed runs, full disks, lost ranks, damaged files: nothing is lost, and saving continues."""
 
 import contextlib
+import hashlib
+import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -13,23 +16,32 @@ import pytest
 import torch
 
 import checkpointing.writer
+import pretrain
 import training.checkpoints
-from checkpointing.files import checkpoints_in, newest_checkpoint, step_of, verify_checkpoint
+from checkpointing.files import (
+    CorruptCheckpointError,
+    checkpoints_in,
+    choose_checkpoint,
+    manifest_text,
+    newest_checkpoint,
+    step_of,
+    verify_checkpoint,
+)
 from distributed.world import rank
 from tests.checkpoints import (
     assert_equal,
     checkpoint_names,
+    flip_bit,
     open_checkpoints,
     random_state,
     resume,
+    run_config,
     save,
     state_tensors,
 )
 from tests.ranks import call_each, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, run_of
 from training.run_config import compose_run
-
-# ----------------------------------------------------------------------------------------------------- killed
 
 
 def _kill_at_event(number: int) -> None:
@@ -85,19 +97,6 @@ def test_killed_at_any_instant_there_is_a_whole_newest(tmp_path):
     assert found[-1] == (3, 2)
 
 
-def _train(folder: Path, data: Path) -> None:
-    """What the program does, but in the group that there is already."""
-    import pretrain
-
-    os.chdir(folder)
-    words = (*OVERRIDES, "epochs=2", "checkpoint_interval=5", "checkpoint_path=run")
-    sys.argv = ["pretrain.py", f"data_path='{data}'", *words]
-    pretrain.train(run_of(compose_run()))
-
-
-# --------------------------------------------------------------------------------------------------- failures
-
-
 def _limit_files(size: int) -> None:
     """From here on no file of this process can grow beyond `size`: as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -132,13 +131,13 @@ def test_a_full_disk_ends_nothing(tmp_path):
 
 
 def _train_on_a_full_disk(folder: Path, data: Path) -> int | str | None:
+    """What the program does, but in the group that there is already."""
+    words = (*OVERRIDES, "epochs=2", "checkpoint_interval=5", f"checkpoint_path={folder / 'run'}")
     if rank() == 0:
         _limit_files(20_000)
-    try:
-        _train(folder, data)
-    except SystemExit as error:
-        return error.code
-    return 0
+    with pytest.raises(SystemExit) as ended:
+        pretrain.train(run_of(compose_run([f"data_path='{data}'", *words])))
+    return ended.value.code
 
 
 @pytest.mark.slow
@@ -205,3 +204,82 @@ def _fail_while_rank_1_writes(run: Path) -> None:
 def test_an_exception_waits_for_ranks_that_are_there(run):
     run_ranks(_fail_while_rank_1_writes, 2, run)
     verify_checkpoint(run / "step_1")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("whole") / "run"
+    save(run, 3)
+    return run / "step_3"
+
+
+@pytest.mark.parametrize("name", ["weights", "optimizer", "carry", "state", "config", "manifest"])
+def test_every_flipped_bit_is_noticed(whole, tmp_path, name):
+    folder = shutil.copytree(whole, tmp_path / "step_3")
+    (path,) = folder.glob(f"{name}*")
+    size, draw = path.stat().st_size, random.Random(0)
+    verify_checkpoint(folder)
+    drawn = [0, size - 1, *(draw.randrange(size) for _ in range(20))]
+    content = path.read_bytes()
+    for place in range(0, size, 3) if name == "manifest" else drawn:
+        flip_bit(path, place, draw.randrange(8))
+        _assert_is_corrupt(folder)
+        path.write_bytes(content)
+    for damaged in (b"", content[:1], content[: size // 2], content[:-1], content + b"\n"):
+        path.write_bytes(damaged)
+        _assert_is_corrupt(folder)
+    path.unlink()
+    _assert_is_corrupt(folder)
+
+
+def _assert_is_corrupt(folder: Path) -> None:
+    with pytest.raises(CorruptCheckpointError, match="corrupt"):
+        verify_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/file", ".."])
+def test_names_in_a_manifest_lead_nowhere_else(whole, tmp_path, name):
+    folder = shutil.copytree(whole, tmp_path / "step_3")
+    (tmp_path / "outside").write_text("x")
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    files[name] = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    (folder / "manifest.json").write_text(manifest_text(files))
+    _assert_is_corrupt(folder)
+
+
+@pytest.mark.slow
+def test_damaged_ones_are_set_aside_and_the_one_before_is_used(run, capsys):
+    save(run, 1, 2, 3, 4, 5, keep_checkpoints=None)
+    (run / "step_5" / "manifest.json").unlink()
+    flip_bit(run / "step_4" / "state.json", 10)
+    (run / "step_3" / "weights.safetensors").write_bytes(b"")
+    assert resume(run).step == 2
+    errors = capsys.readouterr().err
+    for step in (3, 4, 5):
+        assert f"step_{step} is corrupt" in errors
+    assert checkpoint_names(run) == {"step_1", "step_2", "step_3.corrupt", "step_4.corrupt", "step_5.corrupt"}
+    save(run, 3, keep_checkpoints=None)
+    flip_bit(run / "step_3" / "state.json", 10)
+    assert resume(run).step == 2
+    assert "step_3.corrupt-2" in checkpoint_names(run)
+
+
+def test_no_whole_one_is_for_a_person_to_decide(run):
+    save(run, 1, 2)
+    for step in (1, 2):
+        flip_bit(run / f"step_{step}" / "config.yaml", 0)
+    for mode in ("auto", "must"):
+        with pytest.raises(ValueError, match="step_2 is corrupt .* No checkpoint in .* is intact"):
+            choose_checkpoint(run, run_config(run, resume=mode))
+    assert checkpoint_names(run) == {"step_1", "step_2"}
+
+
+def test_another_runs_checkpoints_are_left_as_they_are(run, tmp_path, capsys):
+    save(run, 1, 2)
+    flip_bit(run / "step_2" / "config.yaml", 0)
+    branch = tmp_path / "branch"
+    assert choose_checkpoint(branch, run_config(branch, resume=str(run))) == run / "step_1"
+    assert "step_2 is corrupt" in capsys.readouterr().err
+    assert checkpoint_names(run) == {"step_1", "step_2"}
+    with pytest.raises(ValueError, match="corrupt"):
+        choose_checkpoint(branch, run_config(branch, resume=str(run / "step_2")))

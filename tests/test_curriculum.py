@@ -1,4 +1,4 @@
-"""Runs in stages: which examples come when; and how a stage changes the model: the calls of its levels."""
+"""Runs in stages: which examples come when, how a stage changes the model; the learning rate."""
 
 import dataclasses
 from pathlib import Path
@@ -10,8 +10,18 @@ import torch
 
 from dataset.mixture import open_datasets
 from dataset.plan import Stage, TrainPlan
+from models import HaltingModel
+from models.carry import Reasoning
+from optimizers.learning_rate import scheduled_lr
 from tests.tiny import draws_of, random_batch, tiny_config, tiny_model
 from training.schedule import Schedule
+
+
+def _reasoning(model: HaltingModel, cycles: dict[str, int]) -> Reasoning:
+    """Returns how step 2 of 8 of a stage with these cycles reasons."""
+    stage = Stage((0,), epochs=1, eval_interval=1, cycles=cycles)
+    plan = SimpleNamespace(total_steps=8, stage_of=lambda _: stage, iteration_ends=[8])
+    return Schedule(tiny_config(), plan).reasoning(2, model.reasoning)
 
 
 @pytest.mark.parametrize(
@@ -30,9 +40,7 @@ def test_a_stage_runs_its_own_cycles(cycles, expected):
     for name in calls:
         level = getattr(model.network, name)
         level.register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
-    stage = Stage((0,), epochs=1, eval_interval=1, cycles=cycles)
-    plan = SimpleNamespace(total_steps=8, stage_of=lambda _: stage, iteration_ends=[8])
-    reasoning = Schedule(tiny_config(), plan).reasoning(2, model.reasoning)
+    reasoning = _reasoning(model, cycles)
     assert reasoning.progress == 0.25
     with torch.no_grad():
         model(model.refill(model.initial_carry(batch), batch, reasoning), reasoning)
@@ -41,9 +49,7 @@ def test_a_stage_runs_its_own_cycles(cycles, expected):
 
 def test_a_stage_runs_its_own_loops():
     model, batch = tiny_model("ldt"), random_batch(2)
-    stage = Stage((0,), epochs=1, eval_interval=1, cycles={"loops": 5})
-    plan = SimpleNamespace(total_steps=8, stage_of=lambda _: stage, iteration_ends=[8])
-    reasoning = Schedule(tiny_config(), plan).reasoning(2, model.reasoning)
+    reasoning = _reasoning(model, {"loops": 5})
     carry = model.refill(model.initial_carry(batch), batch, reasoning, rng=draws_of(2))
     assert model(carry, reasoning, draws_of(2)).prediction.digit.shape[1] == 5 != model.reasoning.loops
 
@@ -123,3 +129,28 @@ def test_shares_of_the_main_training_change_its_cycles_and_not_its_data(folders)
         assert plan.num_steps(last) == [*zip((before, shallow, medium, main), counts, strict=True)]
     assert plan.main is main
     assert all(plain.stage_of(step) is main for step in range(first + 1, plan.total_steps + 1))
+
+
+def _rates(**options) -> list[float]:
+    return [scheduled_lr(step, base=2.0, total_steps=100, **options) for step in range(1, 101)]
+
+
+def test_warm_up_is_linear_and_reaches_the_peak():
+    rates = _rates(warmup_steps=10, min_ratio=1.0)
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert rates[10:] == pytest.approx([2.0] * 90)
+
+
+def test_cosine_ends_exactly_at_the_last_step():
+    rates = _rates(warmup_steps=10, min_ratio=0.1)
+    assert rates[9] == pytest.approx(2.0)
+    assert rates[54] == pytest.approx(2.0 * 0.55)
+    assert rates[99] == pytest.approx(0.2)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 100, 200])
+def test_no_warm_up_and_nothing_but_warm_up(warmup_steps):
+    rates = _rates(warmup_steps=warmup_steps, min_ratio=0.5)
+    assert all(0 < rate <= 2.0 for rate in rates)
+    assert rates[-1] == pytest.approx({0: 1.0, 100: 2.0, 200: 1.0}[warmup_steps])

@@ -256,9 +256,8 @@ def test_bad_arrays_are_refused(folder):
 
 def test_bad_transforms_are_refused(tmp_path):
     transforms = np.arange(6, dtype=np.uint8).reshape(2, 3, 1)  # of two mazes, three variants of each
-    split = splits.make_split(
-        np.ones((2, 2, 4), np.uint8), vocab_size=6, augmentation="square", transforms=transforms
-    )
+    options = {"vocab_size": 6, "augmentation": "square", "transforms": transforms}
+    split = splits.make_split(np.ones((2, 2, 4), np.uint8), **options)
     write_dataset(tmp_path / "data", splits={"train": split}, identifiers=[], builder={})
     for field, change, problem in (
         ("transforms", lambda array: array + np.uint8(3), "row 5 is not a valid transform"),

@@ -8,6 +8,7 @@ import torch
 from distributed.mesh import AXES
 from distributed.number_format import choose_format
 from models import build_model
+from models.carry import Reasoning
 from models.flops import StepCounter
 from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, tiny_arch, tiny_config
@@ -16,17 +17,8 @@ from training.run_config import compose_run
 
 _SIZES = {"27 M": (512, 4), "325 M": (1280, 8), "1 B": (2304, 8), "7 B": (4352, 16)}
 _ALONE = dict.fromkeys(AXES, 1)
-_MESHES = [_ALONE] + [
-    _ALONE | mesh
-    for mesh in (
-        {"replicate": 8},
-        {"shard": 8},
-        {"pipeline": 8},
-        {"tensor": 8},
-        {"shard": 64},
-        {"pipeline": 8, "shard": 8},
-    )
-]
+_MESHES = [_ALONE, *(_ALONE | {axis: 8} for axis in ("replicate", "shard", "pipeline", "tensor"))]
+_MESHES += [_ALONE | {"shard": 64}, _ALONE | {"pipeline": 8, "shard": 8}]
 
 
 @pytest.mark.slow
@@ -47,10 +39,9 @@ def test_the_tables_of_the_docs_are_the_formulas():
         sent = [sum(each.bytes for each in n.sent(model.reasoning).values()) for n in needs[1:5]]
         for cells, meshes in ((memory, _MESHES), (sent, _MESHES[1:5])):
             fits = [num_blocks % mesh["pipeline"] == 0 for mesh in meshes]
-            cells = [
-                f"{float(f'{c / 1e9:.2g}'):g}" if fit else "-" for c, fit in zip(cells, fits, strict=True)
-            ]
-            row = f"| {size} | {' | '.join(cells)} |"
+            texts = [f"{float(f'{cell / 1e9:.2g}'):g}" for cell in cells]
+            texts = [text if fit else "-" for text, fit in zip(texts, fits, strict=True)]
+            row = f"| {size} | {' | '.join(texts)} |"
             assert row in page, row
 
 
@@ -60,17 +51,14 @@ _FITS = ("arch=trm", "arch.L_layers=2", "data_path=nowhere", "train_steps=10", "
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("7",), "global_batch_size 64 is not divisible by the 7 processes"),
-        (("4", "data_parallel_shard_degree=3"), "data_parallel_shard_degree=3 does not divide the 4 proc"),
-        (
-            ("4", "gradient_accumulation_steps=5"),
-            "the 16 slots of each process are not divisible by gradient_",
-        ),
+        ("7", "global_batch_size 64 is not divisible by the 7 processes"),
+        ("4 data_parallel_shard_degree=3", "data_parallel_shard_degree=3 does not divide the 4 proc"),
+        ("4 gradient_accumulation_steps=5", "the 16 slots of each process are not divisible by gradient_"),
     ],
 )
 def test_what_does_not_fit_is_one_line(words, line):
     with pytest.raises(ValueError, match=line):
-        compose_run([*_FITS, "--cfg", "job", "--world-size", *words])
+        compose_run([*_FITS, "--cfg", "job", "--world-size", *words.split()])
 
 
 @pytest.mark.slow
@@ -81,54 +69,47 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "64 processes (pipeline 2 x replicate 32), 1 slots each"
     assert lines[2] == "dataset not found: nowhere. Estimates assume puzzles of 900 tokens."
-    assert {"weights", "masters", "moments", "averages", "stages"} <= {
-        each.partition(" ")[0] for each in lines
-    }
+    names = {each.partition(" ")[0] for each in lines}
+    assert {"weights", "masters", "moments", "averages", "stages"} <= names
     assert lines[-3].startswith("10 steps, ")
     assert any(line.startswith("estimate: about ") and " slots fit into a process" in line for line in lines)
-    assert (
-        lines[-1] == "The estimates assume arch.forward_dtype=bfloat16, because arch.forward_dtype is given."
-    )
+    assumed = "The estimates assume arch.forward_dtype="
+    assert lines[-1] == f"{assumed}bfloat16, because arch.forward_dtype is given."
     needed = "depends on the dataset. Build the dataset to see it, or set train_steps."
     assert compose_run([*words[:3], *words[4:]]) is None
     assert needed in capsys.readouterr().out
     assert compose_run([*words, f"data_path={sudoku_folder}"]) is None
     assert "nowhere" not in capsys.readouterr().out
-    assert (
-        compose_run(["arch=ldt", f"data_path={sudoku_folder}", "--cfg", "job", "--world-size", "2"]) is None
-    )
+    words = ["arch=ldt", f"data_path={sudoku_folder}", "--cfg", "job", "--world-size", "2"]
+    assert compose_run(words) is None
     text = capsys.readouterr().out
     assert "averages" not in text
     name, reason = choose_format(torch.device("cpu"))
-    assert text.endswith(f"\nThe estimates assume arch.forward_dtype={name}, because {reason}.\n")
+    assert text.endswith(f"\n{assumed}{name}, because {reason}.\n")
     layout = ["data_parallel_shard_degree=2", f"data_path={sudoku_folder}"]
     assert compose_run([*_FITS[:2], *layout], processes=2).data_parallel_shard_degree == 2
     with pytest.raises(ValueError, match="--world-size N is for"):
         compose_run(["--world-size", "64"])
 
 
-def test_the_slots_that_fit_fill_the_memory():
+def _needs(**options) -> tuple[Needs, Reasoning]:
+    """Returns what two processes of a tiny model need."""
     with torch.device("meta"):
         model = build_model(tiny_arch(), FACTS)
     counter = StepCounter(model, seq_len=FACTS.seq_len)
-    few, many = (
-        Needs(tiny_config(global_batch_size=size), counter, _ALONE | {"replicate": 2}) for size in (8, 800)
-    )
-    needed = sum(many.memory().values()) + many.activations(model.reasoning)
-    assert few.slots_that_fit(needed + 1, model.reasoning) == many.slots == 400
-    assert few.slots_that_fit(0, model.reasoning) == 0
+    return Needs(tiny_config(**options), counter, _ALONE | {"replicate": 2}), model.reasoning
+
+
+def test_the_slots_that_fit_fill_the_memory():
+    (few, reasoning), (many, _) = (_needs(global_batch_size=size) for size in (8, 800))
+    needed = sum(many.memory().values()) + many.activations(reasoning)
+    assert few.slots_that_fit(needed + 1, reasoning) == many.slots == 400
+    assert few.slots_that_fit(0, reasoning) == 0
 
 
 def test_local_steps_send_the_rows_of_several_steps_in_one_message():
     """In the long run as many rows a step: no row of several steps is left out."""
-    with torch.device("meta"):
-        model = build_model(tiny_arch(), FACTS)
-    counter = StepCounter(model, seq_len=FACTS.seq_len)
-    often, seldom = (
-        Needs(tiny_config(global_batch_size=8, local_steps=steps), counter, _ALONE | {"replicate": 2}).sent(
-            model.reasoning
-        )["gradients of puzzle rows"]
-        for steps in (1, 4)
-    )
+    needs = [_needs(global_batch_size=8, local_steps=steps) for steps in (1, 4)]
+    often, seldom = (each.sent(reasoning)["gradients of puzzle rows"] for each, reasoning in needs)
     assert (seldom.bytes, seldom.messages) == (often.bytes, often.messages / 4)
     assert often.bytes > 0

@@ -4,14 +4,13 @@ from runtime.environment import num_cores
 
 import ast
 import os
-import subprocess
 import sys
 import types
 
 import pytest
 
 from runtime import environment
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, run_code
 
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -30,16 +29,11 @@ def test_it_is_the_first_import_of_every_program(program):
     assert others[0] == "import runtime.environment"
 
 
-def _run_code(code: str, **environment: str) -> subprocess.CompletedProcess:
-    given = os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment
-    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True)
-
-
 def test_a_working_folder_that_was_removed_is_one_line(tmp_path):
     code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir(os.getcwd()); import runtime.environment"
-    run = _run_code(code)
-    line = b"error: the working folder does not exist (No such file or directory). Change to another folder, "
-    assert (run.returncode, run.stdout, run.stderr) == (1, b"", line + b"and start again.\n")
+    run = run_code(code)
+    line = "error: the working folder does not exist (No such file or directory). Change to another folder, "
+    assert (run.returncode, run.stdout, run.stderr) == (1, "", line + "and start again.\n")
 
 
 @pytest.mark.parametrize(
@@ -47,8 +41,8 @@ def test_a_working_folder_that_was_removed_is_one_line(tmp_path):
     [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
 )
 def test_what_a_stream_cannot_encode_is_an_escape(environment):
-    run = _run_code(r"import runtime.environment; print('\u03b1 \udcc3')", **environment)
-    assert (run.returncode, run.stdout, run.stderr) == (0, b"\\u03b1 \\udcc3\n", b"")
+    run = run_code(r"import runtime.environment; print('\u03b1 \udcc3')", **environment)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "\\u03b1 \\udcc3\n", "")
 
 
 @pytest.mark.parametrize(
@@ -79,10 +73,7 @@ def test_a_program_prints_a_line_on_stderr_before_torch_loads(monkeypatch, capsy
 )
 def test_threads_that_wait_go_to_sleep_unless_the_user_has_said_how(chosen, expected):
     code = "import runtime.environment, os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'KMP_BLOCKTIME')))"
-    others = {key: each for key, each in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "KMP_"))}
-    shown = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, env=others | chosen, capture_output=True, text=True
-    )
+    shown = run_code(code, **chosen)
     assert shown.stdout.strip() == expected, shown.stderr
 
 

@@ -26,10 +26,8 @@ from tests.sudoku_source import build_sets
 
 
 def _hashes(folder, split="train", **changes) -> list[int]:
-    data = dataclasses.replace(
-        open_dataset(folder, read_everything=False).splits[split].sets["all"], **changes
-    )
-    return hash_examples(data, split, [folder]).tolist()
+    data = open_dataset(folder, read_everything=False).splits[split].sets["all"]
+    return hash_examples(dataclasses.replace(data, **changes), split, [folder]).tolist()
 
 
 def test_the_dtype_and_other_folders_do_not_matter(tmp_path):

@@ -29,9 +29,8 @@ def _assert_is_one_line(finished: Finished, world_size: int, *parts: str) -> Non
 
 
 def _pretrain(folder: Path, *words: str, world_size: int | None = 2, **environment: str) -> Finished:
-    return run_program(
-        "pretrain", "data_path=data", *OVERRIDES, *words, folder=folder, world_size=world_size, **environment
-    )
+    options = {"folder": folder, "world_size": world_size, **environment}
+    return run_program("pretrain", "data_path=data", *OVERRIDES, *words, **options)
 
 
 # The word on the command line, or the file of the data that is cut to its half, and what the line names.
@@ -73,9 +72,8 @@ def _evaluate(folder: Path, *words: str) -> Finished:
 
 @pytest.mark.slow
 def test_mistakes_in_evaluation(tmp_path, data):
-    complete_program(
-        "pretrain", "data_path=data", *OVERRIDES, "max_steps=1", "checkpoint_path=run", folder=tmp_path
-    )
+    words = ("data_path=data", *OVERRIDES, "max_steps=1", "checkpoint_path=run")
+    complete_program("pretrain", *words, folder=tmp_path)
     for name in ("deeper", "corrupt"):
         shutil.copytree(tmp_path / "run" / "step_1", tmp_path / name / "step_1")
     config = tmp_path / "deeper" / "step_1" / "config.yaml"

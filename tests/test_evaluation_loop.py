@@ -25,12 +25,7 @@ _SAVED = ("preds", "q_halt_logits", "labels", "inputs")
 
 
 def _evaluate(
-    folder: Path,
-    name: str = "trm",
-    halting: str = "act",
-    batch_size: int = 32,
-    layers: int = 1,
-    num_stages: int = 1,
+    folder: Path, name="trm", halting="act", batch_size: int = 32, layers: int = 1, num_stages: int = 1
 ) -> SetResult:
     """In float64: rounding changes with the batch, and may decide neither a halt nor an answer."""
     with float64():
@@ -129,9 +124,6 @@ def test_halting_needs_fewer_calls(sudoku_folder, monkeypatch):
     assert counts["act"] <= result.metrics["steps"] * 100 + 16 * _STEPS
 
 
-# ------------------------------------------------------------------------------------------------- the trace
-
-
 @pytest.mark.parametrize("name", ["hrm", "trm", "urm", "fprm", "serrm", "transformer"])
 def test_a_trace_is_what_the_network_answers_after_each_step(name):
     model, batch = tiny_model(name).eval(), random_batch(3)
@@ -146,7 +138,6 @@ def test_a_trace_is_what_the_network_answers_after_each_step(name):
             assert np.array_equal(trace.preds[:, step], prediction.logits.argmax(-1))
             np.testing.assert_allclose(trace.confidence[:, step], probabilities.max(-1), rtol=1e-5)
             assert np.array_equal(trace.q_halt[:, step], prediction.q_halt)
-            assert np.array_equal(
-                trace.wants_to_halt[:, step], model.network.wants_to_halt(state, prediction)
-            )
+            wants_to_halt = model.network.wants_to_halt(state, prediction)
+            assert np.array_equal(trace.wants_to_halt[:, step], wants_to_halt)
     assert trace.preds.shape == (3, model.eval_reasoning("max").max_steps, FACTS.seq_len)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distributed.collectives import Ranks, all_ranks
+from distributed.collectives import all_ranks
 from distributed.flat import FlatParameters
 from distributed.sync import GradientSync, build_gradient_sync
 from distributed.world import rank, world_size
@@ -46,10 +46,8 @@ def _share() -> slice:
 
 
 def _build_sync(model: nn.Module, *, in_shared_memory: bool = False, **options) -> GradientSync:
-    names = ("nothing", "loss", "count")
-    flat = FlatParameters(
-        model.named_parameters(), names, ranks=all_ranks(), in_shared_memory=in_shared_memory
-    )
+    flat_options = {"ranks": all_ranks(), "in_shared_memory": in_shared_memory}
+    flat = FlatParameters(model.named_parameters(), ("nothing", "loss", "count"), **flat_options)
     can_share = world_size() > 1 and sys.platform == "linux"
     assert (flat.messages_of_ranks is not None) == (in_shared_memory and can_share)
     return build_gradient_sync(model, flat, **options)
@@ -124,29 +122,6 @@ def test_gradients_are_those_of_the_whole_batch(num_ranks):
             assert result["norm"] == pytest.approx(norm, rel=tolerance), name
             for key, gradient in result["gradients"].items():
                 assert torch.equal(gradient, ranks[0][name]["gradients"][key]), f"{name}: other bits in {key}"
-
-
-def _gradients_of_a_group() -> list[dict[str, torch.Tensor]]:
-    """What a rank holds where ranks 0 and 1 are a group, and 2 and 3 another, on the whole batch each."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # all ranks make both
-    member, half, found = Ranks(rank() % 2, 2, groups[rank() // 2]), _BATCH // 2, []
-    for name in ("flat", "ddp"):
-        model = _Model()
-        flat = FlatParameters(model.named_parameters(), ("loss",), ranks=member)
-        sync = build_gradient_sync(model, flat, **_OPTIONS[name])
-        sync.zero()
-        with sync.micro_batch(is_last=True):
-            part = _data()[member.index * half : (member.index + 1) * half]
-            (sync.model(part, uses_all=True).square().sum() / _BATCH).backward()
-        sync.finish()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    return found
-
-
-def test_a_group_of_ranks_sums_its_own_gradients_alone():
-    expected = _oracle(num_ranks=2)
-    for gradients in itertools.chain(*run_ranks(_gradients_of_a_group, 4)):
-        assert relative_difference(gradients, expected) < _TOLERANCE["float32"]
 
 
 def test_a_parameter_that_some_rank_did_not_use():

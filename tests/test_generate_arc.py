@@ -27,9 +27,8 @@ def folder(tmp_path_factory):
 
 
 def test_tasks_are_even_over_the_families_and_have_no_input_twice(generated):
-    assert [task.id for task, _ in generated] == [
-        f"{name}_{number}" for number in range(3) for name in FAMILIES
-    ]
+    names = [f"{name}_{number}" for number in range(3) for name in FAMILIES]
+    assert [task.id for task, _ in generated] == names
     assert {(len(task.train), len(task.test)) for task, _ in generated} == {(3, 2)}
     pairs = [pair for task, _ in generated for pair in task.pairs]
     sizes = {length for pair in pairs for length in pair.input.shape}
@@ -101,9 +100,8 @@ def test_demonstrations_are_trained_on_and_tests_evaluated(folder):
 
 def test_tasks_after_the_first_have_none_of_their_inputs(folder, tmp_path):
     build(tmp_path / "others", "--generate", 14, "--skip", 10, "--num-aug", 0, "--max-size", 8)
-    asked, others = (
-        json.loads((each / "test_puzzles.json").read_text()) for each in (folder, tmp_path / "others")
-    )
+    folders = (folder, tmp_path / "others")
+    asked, others = (json.loads((each / "test_puzzles.json").read_text()) for each in folders)
     assert len(others) == 4
     assert not asked.keys() & others.keys()
     inputs, known = (
@@ -132,14 +130,12 @@ def test_tasks_that_are_too_large_are_left_out_if_a_person_says_so(tmp_path, cap
     long = {"input": [[1] * 32], "output": [[2] * 32]}
     write_folder(tmp_path / "evaluation", small | large | {"long": {"train": [long], "test": [long]}})
     words = ["--source", tmp_path / "evaluation", "--num-aug", 2]
-    with pytest.raises(
-        ValueError, match="long: the input of .* has 1x32 cells, .*Pass --max-size 30 to skip"
-    ):
+    too_long = "long: the input of .* has 1x32 cells, .*Pass --max-size 30 to skip"
+    with pytest.raises(ValueError, match=too_long):
         build(tmp_path / "data", *words)
     sets = build(tmp_path / "data", *words, "--max-size", 6)
-    assert capsys.readouterr().out.startswith(
-        "tasks with a grid of more than 6 rows or columns, left out: 3\n"
-    )
+    said = "tasks with a grid of more than 6 rows or columns, left out: 3\n"
+    assert capsys.readouterr().out.startswith(said)
     assert sorted(json.loads((tmp_path / "data/test_puzzles.json").read_text())) == sorted(small)
     assert sets["train"].inputs.shape[1] == 36
     assert sets["train"].translations.max() == 3

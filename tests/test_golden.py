@@ -1,11 +1,11 @@
 """Our numbers against those of the public implementations (`tests.golden`), with its tolerances."""
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model, load_weights
@@ -41,9 +41,8 @@ def test_parity_is_printed(monkeypatch, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "_a " in line]
     assert {row[0] for row in rows} == {run.name for run in [*_RUNS, *ldt.find_runs()]}
     assert all(0 <= float(number) <= 5e-4 for row in rows for number in row[2:])
-    monkeypatch.setattr(
-        golden_program, "replay", lambda run, device: golden.replay(run, device=device, first_step=8)
-    )
+    replay = functools.partial(golden.replay, first_step=8)
+    monkeypatch.setattr(golden_program, "replay", replay)
     monkeypatch.setattr(golden_program, "find_runs", lambda folder: _RUNS[:1])
     assert golden_program.main() == 1
     assert "step 1: loss is " in capsys.readouterr().out
@@ -102,10 +101,8 @@ def test_a_published_config_may_have_more_and_less():
         assert (checkpoint.arch.name, checkpoint.arch.L_layers) == ("urm", 2)
         assert checkpoint.arch.forward_dtype == "bfloat16"
         assert (checkpoint.arch.halt_max_steps, checkpoint.arch.halt_exploration_prob) == (4, 0.1)
-    with (
-        pytest.raises(ValueError, match="loop_delta"),
-        golden.published_checkpoint(golden.GOLDEN / "urm_a", 0, loop_delta=1),
-    ):
+    unknown = golden.published_checkpoint(golden.GOLDEN / "urm_a", 0, loop_delta=1)
+    with pytest.raises(ValueError, match="loop_delta"), unknown:
         pass
 
 
@@ -119,17 +116,11 @@ def test_a_public_checkpoint_may_be_wrapped_and_hold_more(tmp_path, name, wrappe
     expected = golden.load(run, 8).network.state_dict()
     weights = torch.load(run / "step_8", weights_only=True)
     weights = {wrapper + key.removeprefix("_orig_mod.model.inner."): value for key, value in weights.items()}
-    others = {
-        "step": 8,
-        "optimizer_states": [{"state": {0: {"step": 8}}}],
-        "rng_state": torch.get_rng_state(),
-    }
-    torch.save({**others, "model_state_dict": weights}, tmp_path / "step_8.pt")
+    others = {"step": 8, "optimizer_states": [{"state": {0: {"step": 8}}}]}
+    others |= {"rng_state": torch.get_rng_state(), "model_state_dict": weights}
+    torch.save(others, tmp_path / "step_8.pt")
     torch.save(weights, tmp_path / "step_7")
-    known = golden.expected(run)
-    arch = known["arch"] | {"name": known["model"], "loss": {"loss_type": known["loss"]}}
-    config = {"arch": arch, "data_path": "data", "global_batch_size": 8}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    golden.write_config(tmp_path / "config.yaml", run)
     for path in (tmp_path, tmp_path / "step_8.pt", tmp_path / "step_7"):
         checkpoint = find_checkpoint(path)
         assert checkpoint.name == ("step_7" if path.name == "step_7" else "step_8")
@@ -145,9 +136,7 @@ def test_a_public_fprm_with_a_fixed_start_begins_with_its_vector(tmp_path):
     vector = torch.randn(known["arch"]["hidden_size"])
     key = "_orig_mod.model.inner.L_optimizer.init_vec"
     torch.save(weights | {key: vector}, tmp_path / "step_8")
-    arch = known["arch"] | {"fixed_init": True, "name": known["model"], "loss": {"loss_type": known["loss"]}}
-    config = {"arch": arch, "data_path": "data", "global_batch_size": 8}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    golden.write_config(tmp_path / "config.yaml", run, fixed_init=True)
     checkpoint, noisy, batch = find_checkpoint(tmp_path), golden.load(run, 8).eval(), golden.batch(run, 0)
     assert (checkpoint.arch.init_noise, checkpoint.arch.fixed_init_std) == (0, known["arch"]["init_std"])
     sizes = {name: known[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
@@ -170,9 +159,8 @@ def test_a_run_that_begins_with_a_checkpoint_has_its_arch_by_one_word_or_by_thos
     with golden.published_checkpoint(golden.GOLDEN / "urm_a", 8) as checkpoint:
         with pytest.raises(ValueError, match="does not match") as refused:
             copy_weights_({"more": torch.zeros(1)}, str(checkpoint.path), tiny_arch("trm"))
-        one_word, *words = (
-            str(refused.value).partition(" Set ")[2].removesuffix(".").replace(", or", "").split()
-        )
+        advice = str(refused.value).partition(" Set ")[2].removesuffix(".")
+        one_word, *words = advice.replace(", or", "").split()
         words_of_path = [f"init_from={checkpoint.path}", "experiment=trm_maze", one_word]
         loops = "curriculum=[{share: 0.5, loops: 2}]"  # which the default arch has not
         assert name_arch([loops, *words_of_path])[0] == "arch=urm"
@@ -192,19 +180,13 @@ def test_published_checkpoint_is_evaluated_as_by_the_public_tools():
     assert checkpoint.step == expected["step"]
     assert checkpoint.data_paths == [read_yaml(folder / "all_config.yaml")["data_path"]]
     data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=True)
-    results = evaluate_split(
-        load_trained_model(checkpoint, data.metadata),
-        data,
-        global_batch_size=128,
-        outputs=("preds", "q_halt_logits"),
-    )
-    result = results[expected["set"]]
+    model, outputs = load_trained_model(checkpoint, data.metadata), ("preds", "q_halt_logits")
+    result = evaluate_split(model, data, global_batch_size=128, outputs=outputs)[expected["set"]]
     assert result.metrics["count"] == expected["count"]
     for name, value in expected["metrics"].items():
         assert result.metrics[name] == pytest.approx(value, rel=1e-3 if name == "q_halt_loss" else 1e-4), name
-    assert result.exact_accuracy_after_each_step == pytest.approx(
-        expected["exact_accuracy_after_each_step"], abs=1e-6
-    )
+    after_each_step = pytest.approx(expected["exact_accuracy_after_each_step"], abs=1e-6)
+    assert result.exact_accuracy_after_each_step == after_each_step
     with np.load(folder / "predictions.npz") as predictions:
         assert result.outputs["preds"].dtype == np.uint8
         assert (result.outputs["preds"] != predictions["preds"]).sum() <= 2, "but for a tie of two logits"

@@ -47,9 +47,8 @@ def _run(model: HaltingModel, steps: int, min_steps: list[int] | None = None) ->
 def _targets(model: HaltingModel, carry: Carry, batch, rng=None) -> tuple[StepOutput, list[ContinueTarget]]:
     before = model.refill(carry, batch, model.reasoning, rng)
     output = model(before, model.reasoning, rng)
-    return output, model.network.objective.continue_targets(
-        model.network, before, output, model.reasoning, rng
-    )
+    given = (model.network, before, output, model.reasoning, rng)
+    return output, model.network.objective.continue_targets(*given)
 
 
 def test_without_continue_a_slot_halts_where_its_answer_is_rather_right():
@@ -130,10 +129,8 @@ def test_deferred_targets_save_most_calls():
 
 def _draw(step: int, *, seed: int = 3, max_steps: int = 5, probability: float = 0.25) -> np.ndarray:
     network = _FixedQ(tiny_arch(halt_exploration_prob=probability))
-    reasoning = Reasoning(max_steps, halting="act")
-    return network.sample_randomness(seed=seed, step=step, batch_size=100_000, reasoning=reasoning).get(
-        "min_steps"
-    )
+    options = {"batch_size": 100_000, "reasoning": Reasoning(max_steps, halting="act")}
+    return network.sample_randomness(seed=seed, step=step, **options).get("min_steps")
 
 
 def test_exploration_is_a_pure_function_of_seed_and_step():

@@ -1,7 +1,6 @@
 """Datasets from the Hub: the real client against a server here that speaks its protocol."""
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,23 +45,21 @@ def test_files_are_downloaded_once_and_only_those_that_are_needed(server, files,
     environment = server.environment(tmp_path / "home")
     finished = _build(tmp_path / "hub", _HERE, **environment)
     assert finished.statuses == [0], finished.stderr
-    first_lines = [line for line in finished.stdout.splitlines() if "downloading" in line]
-    assert first_lines == [
-        f"downloading {name} of owner/puzzles (0.1 MB)" for name in ("train.csv", "test.csv.gz")
-    ]
+    told = [line for line in finished.stdout.splitlines() if "downloading" in line]
+    names = ["train.csv", "test.csv.gz"]
+    assert told == [f"downloading {name} of owner/puzzles (0.1 MB)" for name in names]
     assert finished.stderr == ""
     assert all("owner/puzzles" in line for line in server.requests), "nothing else is told to the Hub"
-    assert server.downloads() == ["train.csv", "test.csv.gz"]
+    assert server.downloads() == names
 
-    for name in ("train.csv", "test.csv.gz"):
+    for name in names:
         (tmp_path / name).write_bytes(files[name])
     assert _build(tmp_path / "by_hand", str(tmp_path)).statuses == [0]
     built = [tmp_path / place / "data" / "manifest.json" for place in ("hub", "by_hand")]
     assert built[0].read_bytes() == built[1].read_bytes()
 
-    newer = server.add(
-        "dataset", "owner/puzzles", {"train.csv": files["train.csv"].rsplit(b"\n", 2)[0] + b"\n"}
-    )
+    shorter = files["train.csv"].rsplit(b"\n", 2)[0] + b"\n"
+    newer = server.add("dataset", "owner/puzzles", {"train.csv": shorter})
     offline = _build(tmp_path / "offline", _HERE, **environment | {"HF_HUB_OFFLINE": "1"})
     assert offline.statuses == [0], offline.stderr
     assert "cannot be reached (HF_HUB_OFFLINE is set). Using the files in the cache." in offline.stdout
@@ -94,13 +91,15 @@ def test_what_breaks_is_taken_up_and_what_is_corrupt_is_not_kept(server, files, 
     assert _build(tmp_path / "corrupt", _HERE, **environment).statuses == [0]
 
 
-def _refusals(folder: Path, environment: dict[str, str], sources: list[str]) -> list[str]:
-    """The lines in which the builder refuses the sources, all in one process."""
+def _refusals(folder: Path, environment: dict[str, str], addresses: list[str]) -> list[str]:
+    """The lines in which addresses of datasets or models are refused, all in one process."""
     os.environ.update(environment)
-    lines = []
-    for source in sources:
+    lines, words = [], ["--output-dir", str(folder / "data"), "--box", "2x2", "--source"]
+    for address in addresses:
+        is_model = address == "hf://owner/name"
         try:
-            build_dataset("sudoku", ["--output-dir", str(folder), "--box", "2x2", "--source", source])
+            with contextlib.redirect_stdout(None):
+                find_checkpoint(address) if is_model else build_dataset("sudoku", [*words, address])
         except ValueError as error:
             lines.append(str(error))
     return lines
@@ -127,25 +126,14 @@ def test_mistakes_are_one_line(server, files, tmp_path):
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {_HERE: f"reached ({refused}): {by_hand}"}),
         ({"HF_HUB_OFFLINE": "1"}, {_HERE: f"reached (HF_HUB_OFFLINE is set): {by_hand}"}),
     ):
-        (lines,) = run_ranks(_refusals, 1, tmp_path / "data", ours | change, list(expected))
+        (lines,) = run_ranks(_refusals, 1, tmp_path, ours | change, list(expected))
         for line, (source, message) in zip(lines, expected.items(), strict=True):
             assert line.startswith(f"{source} "), change
             assert message in line, change
             assert "\n" not in line, change
     assert not (tmp_path / "data").exists()
     with_token = ours | {"HF_TOKEN": server.token}
-    assert run_ranks(_refusals, 1, tmp_path / "data", with_token, ["hf://datasets/owner/private"]) == [[]]
-
-
-def _find(environment: dict[str, str], address: str, folder: Path) -> str:
-    os.environ.update(environment)
-    words = ["--output-dir", str(folder / "data"), "--box", "2x2", "--source", address]
-    find = functools.partial(build_dataset, "sudoku", words)
-    if "datasets" not in address:
-        find = functools.partial(find_checkpoint, address)
-    with contextlib.redirect_stdout(None), pytest.raises(ValueError, match="cached copy") as refusal:
-        find()
-    return str(refusal.value)
+    assert run_ranks(_refusals, 1, tmp_path, with_token, ["hf://datasets/owner/private"]) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +158,7 @@ def test_without_the_hub_an_incomplete_cache_is_described(tmp_path, cached, gone
     for name in gone:
         (snapshot / name).resolve().unlink()
     address = f"hf://{'datasets/' * (kind == 'dataset')}owner/name"
-    (line,) = run_ranks(_find, 1, environment | {"HF_HUB_OFFLINE": "1"}, address, tmp_path)
+    ((line,),) = run_ranks(_refusals, 1, tmp_path, environment | {"HF_HUB_OFFLINE": "1"}, [address])
     assert line.startswith(f"the cached copy of {address} {told}")
     links = f", and links to files that are gone ({', '.join(gone)})" if gone else ""
     ending = f". It has {', '.join(names) or 'no files'}{links}. Connect to the Hub once, and start again."
@@ -187,10 +175,7 @@ def _take_every_csv_file(environment: dict[str, str]) -> str:
     os.environ.update(environment)
     with pytest.raises(ValueError, match="outside") as refusal:
         find_source_files(
-            Path(_HERE),
-            lambda names: [name for name in names if "csv" in name],
-            needed="",
-            output_dir=Path("x"),
+            Path(_HERE), lambda names: [n for n in names if "csv" in n], needed="", output_dir=Path("x")
         )
     return str(refusal.value)
 

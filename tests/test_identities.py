@@ -69,10 +69,8 @@ def test_an_identity_is_a_name_and_a_task(folder):
 def test_the_order_of_demonstrations_and_the_role_of_a_task_do_not_matter(tmp_path):
     tasks = make_tasks(3)
     turned = {name: {**task, "train": task["train"][::-1]} for name, task in tasks.items()}
-    for name, content, more in (
-        ("a", tasks, ()),
-        ("b", turned, ("--evaluate", "training", "--evaluate", "evaluation")),
-    ):
+    both = ("--evaluate", "training", "--evaluate", "evaluation")
+    for name, content, more in (("a", tasks, ()), ("b", turned, both)):
         for seed, subset in enumerate(("training", "evaluation")):
             write_folder(tmp_path / name / subset, content if not seed else make_tasks(3, seed=9))
         build(tmp_path / "data" / name, "--source", tmp_path / name, "--dihedral", *more)
@@ -159,12 +157,10 @@ def test_only_known_puzzles_are_left(folder, capsys):
     data, puzzles, _ = known_puzzles(data, own.match(identities_of(data)), model="the model")
     assert [*data.splits["test"].sets] == ["own.all"]
     assert puzzles.keys() == {"own.all"}
-    data, problem = (
-        _open(folder, "others"),
-        r"no embedding .* 0 with an embedding, 0 without, 48 with the name of another task, 0 embeddings",
-    )
+    data = _open(folder, "others")
+    problem = "0 with an embedding, 0 without, 48 with the name of another task, 0 embeddings"
     match = own.match(identities_of(data))
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises(ValueError, match=f"no embedding .* {problem}"):
         known_puzzles(data, match, model="the model")
 
 
@@ -199,9 +195,8 @@ def test_an_evaluation_of_other_data_uses_the_rows_of_the_known_tasks(folder):
     assert set(named) < set(names)
     assert len(set(named)) == 40
     for name in set(named):
-        ours, theirs = (
-            array[[each == name for each in of]] for array, of in ((logits, named), (expected, names))
-        )
+        answers = ((logits, named), (expected, names))
+        ours, theirs = (array[[each == name for each in of]] for array, of in answers)
         assert np.allclose(ours, theirs, atol=1e-6)
 
     words = ("checkpoint=run", "data_path=data/others", "device=cpu")
@@ -218,9 +213,8 @@ def test_an_evaluation_of_other_data_uses_the_rows_of_the_known_tasks(folder):
     for name, is_known in (("shifted", True), ("others", False)):
         solver = load(folder / "run", data_path=folder / "data" / name, device="cpu")
         tasks = json.loads((folder / "data" / name / "test_puzzles.json").read_text())
-        puzzle = solver.questions.read(
-            config_with(SolveConfig, checkpoint="run", puzzle=json.dumps(tasks["mirror_1"]))
-        )
+        asked = config_with(SolveConfig, checkpoint="run", puzzle=json.dumps(tasks["mirror_1"]))
+        puzzle = solver.questions.read(asked)
         find = functools.partial(solver.questions.find_identifier, puzzle)
         config = config_with(SolveConfig, checkpoint="run", puzzle="")
         if not is_known:

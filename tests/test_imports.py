@@ -5,12 +5,11 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, run_code
 
 
 def _read_table() -> dict[str, set[str]]:
@@ -81,25 +80,16 @@ def test_help_whose_reader_leaves_is_no_error():
 
 def test_what_must_not_import_torch():
     """So that builders, and mistakes on their command lines, answer at once."""
-    code = textwrap.dedent("""
+    code = """
         import importlib, sys
         for module in sys.argv[1:]:
             importlib.import_module(module)
             if "torch" in sys.modules:
                 sys.exit(module)
-    """)
-    modules = [
-        "config.compose",
-        "dataset.show",
-        "dataset.kinds.arc.build",
-        "dataset.kinds.sudoku.build",
-        "runtime.hub",
-        "dataset.kinds.pairs.build",
-        "dataset.description",
-    ]
-    run = subprocess.run(
-        [sys.executable, "-c", code, *modules], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    """
+    modules = ["config.compose", "dataset.show", "dataset.kinds.arc.build", "dataset.kinds.sudoku.build"]
+    modules += ["runtime.hub", "dataset.kinds.pairs.build", "dataset.description"]
+    run = run_code(code, *modules)
     assert run.returncode == 0, run.stderr
 
 
@@ -109,7 +99,7 @@ def test_a_run_loads_only_what_it_needs(sudoku_folder):
 
     On the device "meta", a product of tensors imports torch._dynamo. That takes as long as torch.
     """
-    code = textwrap.dedent("""
+    code = """
         import sys
         from pathlib import Path
         import pretrain
@@ -135,8 +125,6 @@ def test_a_run_loads_only_what_it_needs(sudoku_folder):
                 build_model(arch(**load_defaults(f"arch/{name}") | {"forward_dtype": "float32"}), facts)
             if "torch._dynamo" in sys.modules:
                 sys.exit(name)
-    """)
-    run = subprocess.run(
-        [sys.executable, "-c", code, sudoku_folder], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    """
+    run = run_code(code, sudoku_folder)
     assert (run.stdout, run.stderr) == ("[] []\n", "")

@@ -5,8 +5,6 @@ import io
 import os
 import platform
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ import torch
 from config.schema import PretrainConfig
 from distributed import launch, world
 from distributed.world import local_rank, local_world_size, num_nodes, rank
-from tests.ranks import REPOSITORY, run_program, run_ranks
-
-# ---------------------------------------------------------------------------------------------- at the start
+from tests.ranks import run_code, run_program, run_ranks
 
 
 def _start(others_code: dict[int, dict[str, str]]) -> str:
@@ -120,9 +116,6 @@ def test_a_mistake_is_told_to_all_before_the_store_ends_with_rank_0(tmp_path, fr
     assert "lr='fast' should be a valid number" in finished.stderr
 
 
-# ------------------------------------------------------------------------------------------- other launchers
-
-
 def _node_variables() -> tuple[int, int, int]:
     """Of four ranks on two nodes, as a person starts them who sets nothing but what torch asks for."""
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
@@ -140,12 +133,8 @@ def test_nodes_and_local_ranks_are_counted_where_no_torchrun_says_them():
     ("environment", "line"),
     [
         (
-            {
-                "SLURM_STEP_NUM_TASKS": "4",
-                "SLURM_STEP_NODELIST": "node[0-1]",
-                "SLURM_JOB_ID": "7",
-                "PATH": "",
-            },
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7"}
+            | {"PATH": ""},
             "scontrol show hostnames node[0-1] failed ([Errno 2]",
         ),
         (
@@ -187,10 +176,9 @@ def test_a_launcher_without_torchrun_is_right_or_one_line(monkeypatch, capsys, e
 
 @pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "4", "MASTER_ADDR": "node5", "MASTER_PORT": "1234"}])
 def test_srun_says_which_rank_a_process_is(monkeypatch, tmp_path, given):
-    (tmp_path / "scontrol").write_text(
-        '#!/bin/sh\n[ "$*" = "show hostnames node[3-4]" ] && echo node3 node4\n'
-    )
-    (tmp_path / "scontrol").chmod(0o755)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[3-4]" ] && echo node3 node4\n')
+    scontrol.chmod(0o755)
     step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_JOB_ID": "1012345"}
     step |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     expected = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
@@ -212,7 +200,6 @@ def test_more_threads_than_cores_are_told(monkeypatch, capsys, threads, is_told)
     assert ("4 processes with 3 threads each share only 4 cores" in capsys.readouterr().err) == is_told
 
 
-# ----------------------------------------------------------------------------------------------- freed memory
 _KEEPS = """
 import ctypes
 from types import SimpleNamespace
@@ -241,6 +228,5 @@ print(as_it_is, keeps(2**24 + 2**23))  # glibc keeps what is no larger than it h
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives freed memory back")
 def test_freed_memory_is_kept():
-    options = {"cwd": REPOSITORY, "capture_output": True, "text": True, "check": True}
-    run = subprocess.run([sys.executable, "-c", _KEEPS], **options)
+    run = run_code(_KEEPS)
     assert run.stdout.splitlines()[-1] == "False True"

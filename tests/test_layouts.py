@@ -5,7 +5,6 @@ an error in any of these shows. Refusals are in tests/mistakes.yaml.
 """
 
 import itertools
-import json
 import os
 from pathlib import Path
 
@@ -20,9 +19,9 @@ from distributed.errors import lost_connection
 from distributed.shards import Shard, tensor_of
 from distributed.world import rank
 from tests.checkpoints import FINGERPRINT, assert_equal, begin_training, do_step
-from tests.float64 import TOLERANCE, assert_close, in_float64
-from tests.ranks import complete_program, run_ranks
-from tests.tiny import OVERRIDES, assert_same_row, logged_rows, random_batch, tiny_arch, tiny_config
+from tests.float64 import assert_close, in_float64
+from tests.ranks import run_ranks
+from tests.tiny import random_batch, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.data import open_data
 from training.pictures import think_of_puzzles
@@ -173,30 +172,8 @@ ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "b
 @pytest.mark.slow
 def test_a_layout_of_a_model_is_one_process(tmp_path):
     runs = {f"{name} {layout}": (name, layout, {}) for name, layouts in _FEW.items() for layout in layouts}
-    assert_equal_to_one(tmp_path, runs)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_layout_with_other_options_is_one_process(tmp_path):
-    runs = {"accumulation": ("trm", "pp2", ACCUMULATION)}
     runs["table alone"] = ("trm", "tp2 x pp2", {"train_only": "puzzle_embeddings", "grad_clip_norm": None})
-    for optimizer, layouts in {
-        "adamw": ("dp2", "tp2 x pp2"),
-        "muon": ("dp2", "fsdp2 x pp2", "tp2 x pp2"),
-    }.items():
-        for layout in layouts:
-            runs[f"{optimizer} {layout}"] = ("trm", layout, {"optimizer": optimizer})
     assert_equal_to_one(tmp_path, runs)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_layout_that_is_resumed_in_itself_has_the_same_bits(tmp_path):
-    """In bfloat16, with float32 master weights. Every layout, other models: system/test_all_layouts.py."""
-    layouts = ("fsdp2 x pp2", "tp2 x pp2", "fsdp2 x tp2")
-    options = {"arch": {"forward_dtype": "bfloat16"}}
-    assert_bits_of_resumed(tmp_path, {layout: ("trm", layout, options) for layout in layouts}, 4)
 
 
 @pytest.mark.slow
@@ -328,47 +305,3 @@ def test_pictures_are_those_of_one_process(sudoku_folder):
     assert alone.count("</svg>") == 4
     cases = [("pp2", {}), ("tp2", {}), ("dp2", {"puzzle_emb_sharding": "rows"})]
     assert run_ranks(in_float64, 2, _draw, sudoku_folder, cases) == [[alone] * 3] * 2
-
-
-_WORDS = ("arch.H_layers=2", "arch.L_layers=2", "arch.q_target=exact", "ema=0.9", "grad_clip_norm=0.5")
-_WORDS += ("log_interval=1", "epochs=2", "evaluators=[sudoku]")
-
-
-def assert_programs_agree(folder: Path, data: Path, runs: dict[str, list[str]]) -> None:
-    """Trains, evaluates and solves by the programs, in float64; all runs must do as the first one.
-
-    runs: the layouts that each goes through, five steps in each but the last. evaluate.py and solve.py are
-    one process.
-    """
-    words, solved = (f"data_path={data}", *OVERRIDES, *_WORDS), {}
-    options = {"folder": folder, "is_float64": True}
-    for run, layouts in runs.items():
-        for number, layout in enumerate(layouts, 1):
-            size, keys = LAYOUTS[layout]
-            more = [f"{key}={value}" for key, value in keys.items()] + [f"checkpoint_path={run}"]
-            more += [f"max_steps={5 * number}"] if number < len(layouts) else []
-            finished = complete_program("pretrain", *words, *more, world_size=size, **options)
-            axes = [axis for axis in ("pipeline 2", "tensor 2") if axis in finished.stdout]
-            assert axes == [axis for axis in ("pipeline 2", "tensor 2") if f"{axis[0]}p2" in layout]
-        alone = (f"checkpoint={run}", "device=cpu", "cpu_threads=1")
-        complete_program("evaluate", *alone, "evaluators=[sudoku]", **options)
-        solved[run] = complete_program("solve", *alone, "puzzle=1..4 .... .... 4..1", **options).stdout
-    first = next(iter(runs))
-    expected = logged_rows(folder / first)
-    for run in runs:
-        for ours, theirs in zip(logged_rows(folder / run), expected, strict=True):
-            common = ours.keys() & theirs.keys()  # a start's last row has more
-            assert {"train/lm_loss", "train/grad_norm", "train/lr"} <= common
-            assert_same_row(*({n: row[n] for n in common} for row in (ours, theirs)), tolerance=TOLERANCE)
-        file = Path("evaluation", f"step_{expected[-1]['step']}", "metrics.json")
-        ours, theirs = (json.loads((folder / each / file).read_text()) for each in (run, first))
-        assert_same_row(ours["all"], theirs["all"], tolerance=TOLERANCE)
-        assert solved[run] == solved[first]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_programs_do_the_same_where_a_run_changes_its_layout(tmp_path, sudoku_folder):
-    """Tensor parallelism for a whole run: system/test_all_layouts.py."""
-    runs = {"one": ["one"], "changing": ["fsdp2 x pp2", "pp2"]}
-    assert_programs_agree(tmp_path, sudoku_folder, runs)

@@ -172,11 +172,7 @@ def test_rotary_pairs_of_the_public_code_are_read():
         pairs = torch.view_as_complex(z.unflatten(-1, (heads, half, 2)))
         return torch.view_as_real(pairs * turns).flatten(-2)
 
-    q, k, v = (
-        turned(q).transpose(1, 2),
-        turned(k).transpose(1, 2),
-        v.unflatten(-1, (heads, -1)).transpose(1, 2),
-    )
+    q, k, v = (each.transpose(1, 2) for each in (turned(q), turned(k), v.unflatten(-1, (heads, -1))))
     mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
     expected = F.linear(mixed, public["out_proj.weight"], public["out_proj.bias"])
     torch.testing.assert_close(attn(x, network.rotary), expected, atol=1e-4, rtol=1e-4)
@@ -198,11 +194,9 @@ def test_guesses_are_for_a_search_and_noise_is_not():
             set_up(tiny_model(name), validate_config(EvaluateConfig, asked | {key: value}))
     for name, key, words in (("trm", [1], "for models that search"), ("ldt", [1, 2], "not a list"),
                              ("ldt", [8], "retry_samples=8 must be larger than samples=8")):  # fmt: skip
+        options = asked | {"samples": key, "retry_samples": 8}
         with pytest.raises(ValueError, match=words):
-            set_up(
-                tiny_model(name),
-                validate_config(EvaluateConfig, asked | {"samples": key, "retry_samples": 8}),
-            )
+            set_up(tiny_model(name), validate_config(EvaluateConfig, options))
     chosen = {"loops": 3, "decision_cell": "fewest", "decision_value": "best", "eval_conflict_threshold": 0.9}
     reasoning, _ = set_up(tiny_model("ldt"), validate_config(EvaluateConfig, asked | chosen))
     assert {name: getattr(reasoning, name) for name in chosen} == chosen
@@ -319,14 +313,8 @@ def assert_learns_searches_and_solves(folder: Path, data: Path, experiment: str,
     words = (f"experiment={experiment}", *small, f"cpu_threads={NUM_THREADS}", f"data_path={data}")
     complete_program("pretrain", *words, "checkpoint_path=run", folder=folder)
     machine = ("checkpoint=run", "device=cpu", f"cpu_threads={NUM_THREADS}")
-    words = (
-        "samples=[1,8]",
-        "halt_max_steps=30",
-        "decision_value=best",
-        "evaluators=[sudoku]",
-        "output_dir=out",
-    )
-    finished = complete_program("evaluate", *machine, *words, folder=folder)
+    words = ("samples=[1,8]", "halt_max_steps=30", "decision_value=best", "evaluators=[sudoku]")
+    finished = complete_program("evaluate", *machine, *words, "output_dir=out", folder=folder)
     assert "wrong        undecided" in finished.stdout
     metrics = json.loads((folder / "out" / "metrics.json").read_text())["all"]
     assert metrics["exact_accuracy"] + metrics["wrong"] + metrics["undecided"] == pytest.approx(1)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from checkpointing.files import TRAINED_FILE
 from checkpointing.finding import find_checkpoint
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.equal import Trained, hash_examples
-from dataset.files import load_metadata, open_dataset
+from dataset.files import open_dataset
 from dataset.mixture import open_datasets
 from dataset.plan import held_out_groups
 from evaluation.evaluators import Evaluators
@@ -22,12 +21,12 @@ from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
 from evaluation.results import all_metrics
 from tests import arc_source
+from tests.checkpoints import state_on
 from tests.ranks import complete_program, run_program
 from tests.sudoku_source import HEADER, build_sets, source_rows, write_csv
 from tests.tiny import OVERRIDES, halting_model, logged_rows, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.data import hold_out, open_data
-from training.state import build_first_state
 
 
 def _build(folder: Path, *, train: list[list[str]], test: list[list[str]], num_aug: int = 0) -> Path:
@@ -86,10 +85,8 @@ def test_all_folders_stages_tests_and_held_out_puzzles_are_compared(leaky, capsy
     capsys.readouterr()
     chosen, joins_repeats = hold_out(config, data)
     assert (chosen["all"].tolist(), joins_repeats) == (old.tolist(), False)
-    said = (
-        f"an earlier version started this run ({sum(old ^ held_out)} puzzles would now be split differently)"
-    )
-    assert capsys.readouterr().err.count(said) == 1
+    said = f"({sum(old ^ held_out)} puzzles would now be split differently)"
+    assert capsys.readouterr().err.count(f"an earlier version started this run {said}") == 1
     assert len(_found(config)["validation/all"]) == sum(old[:40] ^ old[:39:-1]) > 0
     capsys.readouterr()
     assert _found(_config(main, validation_fraction=0.3, resume=str(step)))["validation/all"] == []
@@ -204,15 +201,9 @@ def test_a_sample_gives_an_estimate_and_unknown_puzzles_a_lower_bound(leaky, cap
     assert measure(Trained.of([hashes])) == {"trained_on_rate": 1, "trained_on": 20, "unseen/count": 0}
 
 
-def _state(config):
-    return build_first_state(
-        config, load_metadata(Path(config.data_path[0]), "train"), device=torch.device("cpu")
-    )
-
-
 def _save(run: Path, config, **options) -> Path:
     run.mkdir()
-    state = _state(config)
+    state = state_on(Path(config.data_path[0]), config)
     state.step = 1
     with CheckpointManager(run, config=config, **options) as checkpoints:
         checkpoints.save(state)
@@ -256,7 +247,7 @@ def test_a_run_also_knows_the_examples_of_the_checkpoint_that_it_started_from(le
         run.mkdir(exist_ok=True)
         config = _config(leaky[1], **changes)
         with CheckpointManager(run, config=config, fingerprint="a", trained_on=second.trained_on) as manager:
-            manager.resume(_state(config))
+            manager.resume(state_on(leaky[1], config))
             found = manager.trained_on(1)
         return len(found.hashes), found.is_complete
 
@@ -274,10 +265,8 @@ def test_a_run_also_knows_the_examples_of_the_checkpoint_that_it_started_from(le
 def test_evaluate_states_what_a_run_and_its_predecessor_were_trained_on(leaky, tmp_path):
     main, extra = leaky
     words = (*OVERRIDES, "epochs=2")
-    for name, more in (
-        ("first", [f"data_path={extra}"]),
-        ("second", [f"data_path={main}", "init_from=first"]),
-    ):
+    second = [f"data_path={main}", "init_from=first"]
+    for name, more in (("first", [f"data_path={extra}"]), ("second", second)):
         finished = complete_program("pretrain", *words, *more, f"checkpoint_path={name}", folder=tmp_path)
     assert "10 of 20 test puzzles were trained on: set eval/all" in finished.stderr
     logged = logged_rows(tmp_path / "second")[-1]
@@ -300,9 +289,8 @@ def test_evaluate_states_what_a_run_and_its_predecessor_were_trained_on(leaky, t
 def test_a_run_logs_the_same_on_any_number_of_ranks(leaky, tmp_path):
     words = (f"data_path=[{leaky[0]},{leaky[1]}]", *OVERRIDES, "epochs=2", "evaluators=[]")
     for ranks in (1, 2):
-        finished = complete_program(
-            "pretrain", *words, f"checkpoint_path={ranks}", folder=tmp_path, world_size=ranks
-        )
+        options = {"folder": tmp_path, "world_size": ranks}
+        finished = complete_program("pretrain", *words, f"checkpoint_path={ranks}", **options)
         assert finished.stderr.count("10 of 20 test puzzles were trained on") == 1
     alone, both = (logged_rows(tmp_path / str(ranks))[-1] for ranks in (1, 2))
     names = {name for name in alone if "trained_on" in name or "unseen" in name}

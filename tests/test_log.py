@@ -1,4 +1,4 @@
-"""What reaches the console and the files of the ranks, in processes of their own where that matters."""
+"""What reaches the console and the files of the ranks, and what is said of a child that has failed."""
 
 import contextlib
 import io
@@ -15,8 +15,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from distributed import log
+from distributed.child import why_it_failed
 from distributed.world import rank
-from tests.ranks import REPOSITORY, Finished, run_program, run_ranks
+from tests.ranks import REPOSITORY, Finished, run_code, run_program, run_ranks
 from tests.tiny import OVERRIDES
 
 _IMPORTS = """
@@ -104,12 +105,8 @@ warnings.warn("careful")
 """
     run = _run(code, tmp_path)
     assert run.stdout == ""
-    assert run.stderr.splitlines() == [
-        "LIBRARY asked for",
-        "warning: once",
-        "error: failed (ZeroDivisionError: division by zero)",
-        *run.stderr.splitlines()[3:],
-    ]
+    failed = "error: failed (ZeroDivisionError: division by zero)"
+    assert run.stderr.splitlines()[:3] == ["LIBRARY asked for", "warning: once", failed]
     assert run.stderr.endswith("UserWarning: careful\n")
     assert run.statuses == [1]
 
@@ -117,12 +114,11 @@ warnings.warn("careful")
 @pytest.mark.slow
 def test_the_exception_that_ends_a_rank_is_in_its_file(tmp_path):
     code = "def dive(): raise KeyError('deep')\nlog.open_rank_file(Path()); log.info('first'); dive()"
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "RANK": "1", "WORLD_SIZE": "2"}
     before = "2026-01-01 00:00:00,000 rank 1 INFO run: an earlier start\n"
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_1.log").write_text(before)
-    command = [sys.executable, "-c", _IMPORTS + code]  # a forked process would not call sys.excepthook
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    code = f"{_IMPORTS}os.chdir({str(tmp_path)!r})\n{code}"  # a forked process would not call sys.excepthook
+    run = run_code(code, RANK="1", WORLD_SIZE="2")
     assert run.returncode == 1
     assert run.stderr.count("Traceback") == 1
     assert "KeyError: 'deep'" in run.stderr
@@ -197,16 +193,11 @@ with Progress(desc="evaluating", total=3, unit="puzzle", shown=lambda: "accuracy
 """
     run = _run(code, tmp_path)
     lines = run.stderr.splitlines()
-    assert [line.partition(" in ")[0] for line in lines[:3]] == [
-        "evaluating: 0 of 3 puzzles",
-        "evaluating: 1 of 3 puzzles",
-        "evaluating: 2 of 3 puzzles",
-    ]
+    expected = [f"evaluating: {number} of 3 puzzles" for number in range(3)]
+    assert [line.partition(" in ")[0] for line in lines[:3]] == expected
     assert all(line.endswith("accuracy 0.5") for line in lines)
-    assert (run.stdout, len(lines)) == (
-        "",
-        (tmp_path / "logs" / "rank_0.log").read_text().count("puzzles in"),
-    )
+    in_file = (tmp_path / "logs" / "rank_0.log").read_text().count("puzzles in")
+    assert (run.stdout, len(lines)) == ("", in_file)
 
 
 @pytest.mark.parametrize("kind", ["info", "warning"])
@@ -248,7 +239,20 @@ def test_torchrun_shows_the_process_that_left_a_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     monkeypatch.setattr("time.time", lambda: 1700000000.9)
     log.leave_last_words("error: lr is wrong")
-    failures = {
-        rank: ProcessFailure(rank, 1, 1, str(file)) for rank, file in enumerate((path, tmp_path / "no"))
-    }
+    files = (path, tmp_path / "no")
+    failures = {rank: ProcessFailure(rank, 1, 1, str(file)) for rank, file in enumerate(files)}
     assert "lr is wrong" in str(ChildFailedError("worker", failures).get_first_failure()[1].message)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("step 1\nerror: lr is too high\nerror (rank 1): another rank has ended\n", "lr is too high"),
+        ("error (rank 3 (shard 1)): no data\n======\nRoot cause\n======\n", "no data"),
+        ("python -m dataset.build sudoku: error: no such file\n", "no such file"),
+        ("error_file: <none>\nstep 12\n------\n\n", "ended with status -9: step 12"),
+        ("", "ended with status -9: no output"),
+    ],
+)
+def test_the_first_error_or_how_it_ended_is_told(said, expected):
+    assert why_it_failed(said, -9) == expected

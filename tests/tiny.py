@@ -71,9 +71,8 @@ _OWN = {
 
 
 def tiny_arch(name: str = "hrm", **changes: Any) -> Architecture:
-    return validate_config(
-        architectures()[name], load_defaults(f"arch/{name}") | _TINY | _OWN[name] | changes
-    )
+    values = load_defaults(f"arch/{name}") | _TINY | _OWN[name] | changes
+    return validate_config(architectures()[name], values)
 
 
 def tiny_config(**changes: Any) -> PretrainConfig:
@@ -123,9 +122,8 @@ def run_losses(
     model: HaltingModel, carry: Carry, batch: Batch, *, rng=None, arrays=None, **changes
 ) -> tuple[StepOutput, Callable[[], tuple[torch.Tensor, Sums]]]:
     """Runs a step as `run_step`; returns also a function that computes its loss and sums."""
-    reasoning = dataclasses.replace(
-        model.reasoning if model.training else model.eval_reasoning("max"), **changes
-    )
+    own = model.reasoning if model.training else model.eval_reasoning("max")
+    reasoning = dataclasses.replace(own, **changes)
     rng = draws_of(len(batch.rows), **arrays) if arrays else rng
     before = model.refill(carry, batch, reasoning, rng)
     output = model(before, reasoning, rng)

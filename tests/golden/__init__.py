@@ -74,20 +74,22 @@ def expected(run: Path) -> dict[str, Any]:
     return known
 
 
-@contextlib.contextmanager
-def published_checkpoint(run: Path, step: int, **changes: object) -> Iterator[Checkpoint]:
-    """Opens the golden weights of a step as a checkpoint of the public code.
-
-    changes: of its arch; None leaves a key out.
-    """
+def write_config(path: Path, run: Path, **changes: object) -> None:
+    """Writes the config of a golden run as the public code. changes: of its arch; None leaves a key out."""
     known = expected(run)
     arch = {**known["arch"], "name": known["model"], "loss": {"loss_type": known["loss"]}, **changes}
     arch = {key: value for key, value in arch.items() if value is not None}
+    config = {"arch": arch, "data_path": "data", "global_batch_size": known["batch_size"]}
+    path.write_text(yaml.safe_dump(config))
+
+
+@contextlib.contextmanager
+def published_checkpoint(run: Path, step: int, **changes: object) -> Iterator[Checkpoint]:
+    """Opens the golden weights of a step as a checkpoint of the public code. changes: of `write_config`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"step_{step}")
         path.symlink_to(run.absolute() / path.name)
-        config = {"arch": arch, "data_path": "data", "global_batch_size": known["batch_size"]}
-        path.with_name("all_config.yaml").write_text(yaml.safe_dump(config))
+        write_config(path.with_name("all_config.yaml"), run, **changes)
         yield find_checkpoint(path)
 
 

@@ -94,10 +94,8 @@ class Fuzz:
         if marker.exists():
             return "bad: executed", text
         if status:
-            return "bad: too long" if -status in (
-                signal.SIGALRM,
-                signal.SIGXCPU,
-            ) else f"bad: status {status}", text
+            is_long = -status in (signal.SIGALRM, signal.SIGXCPU)
+            return "bad: too long" if is_long else f"bad: status {status}", text
         kind, _, text = text.partition("\n")
         if kind == "refused" and len(text.splitlines()) != 1:
             kind = "bad: not one line"

@@ -47,8 +47,14 @@ _MODEL = (
     *("arch.L_cycles=1", "arch.halt_max_steps=2", "arch.puzzle_emb_ndim=32", "arch.forward_dtype=float32"),
 )
 _TRAINING = (
-    *("epochs=4", "eval_interval=2", "global_batch_size=16", "ema=0.9"),
-    *("compile=false", "sanity_check=false"),
+    *(
+        "epochs=4",
+        "eval_interval=2",
+        "global_batch_size=16",
+        "ema=0.9",
+        "compile=false",
+        "sanity_check=false",
+    ),
     *("device=cpu", "cpu_threads=1", "wandb_mode=disabled"),
 )
 _SEARCHED = ("study=s", "trials=2", "experiment=demo")

@@ -1,13 +1,17 @@
 """All layouts of the ranks, with all models that they allow: what test_layouts has of a few."""
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
-from tests.checkpoints import FINGERPRINT
-from tests.float64 import in_float64
-from tests.ranks import run_ranks
-from tests.test_compilation import assert_compiles
+from evaluation import compilation
+from tests.checkpoints import FINGERPRINT, do_step
+from tests.float64 import TOLERANCE, in_float64
+from tests.ranks import complete_program, run_ranks
 from tests.test_layouts import (
     ACCUMULATION,
     ARCHS,
@@ -15,12 +19,12 @@ from tests.test_layouts import (
     assert_bits_of_resumed,
     assert_equal_to_one,
     assert_files_close,
-    assert_programs_agree,
     begin,
     do_steps,
     go_on,
     save_in_the_middle,
 )
+from tests.tiny import OVERRIDES, assert_same_row, logged_rows, random_batch
 from training.checkpoints import CheckpointManager
 
 _SIZES, _OPTIMIZERS = (1, 2, 4), ("adam_atan2", "muon", "adamw")
@@ -94,11 +98,75 @@ def test_a_run_of_each_model_passes_through_all_layouts(tmp_path):
         assert_files_close(tmp_path / f"{name} one", tmp_path / f"{name} alone")
 
 
-def test_the_programs_do_the_same_with_tensor_parallelism(tmp_path, sudoku_folder):
-    """In other layouts: tests/test_layouts.py."""
-    assert_programs_agree(tmp_path, sudoku_folder, {each: [each] for each in ("one", "tp2", "tp2 x pp2")})
+_WORDS = ("arch.H_layers=2", "arch.L_layers=2", "arch.q_target=exact", "ema=0.9", "grad_clip_norm=0.5")
+_WORDS += ("log_interval=1", "epochs=2", "evaluators=[sudoku]")
 
 
-@pytest.mark.parametrize("layouts", [["pp2", "tp2", "fsdp2"], ["tp2 x pp2"]])
+def _assert_programs_agree(folder: Path, data: Path, runs: dict[str, list[str]]) -> None:
+    """Trains, evaluates and solves by the programs, in float64; all runs must do as the first one.
+
+    runs: the layouts that each goes through, five steps in each but the last. evaluate.py and solve.py are
+    one process.
+    """
+    words, solved = (f"data_path={data}", *OVERRIDES, *_WORDS), {}
+    options = {"folder": folder, "is_float64": True}
+    for run, layouts in runs.items():
+        for number, layout in enumerate(layouts, 1):
+            size, keys = LAYOUTS[layout]
+            more = [f"{key}={value}" for key, value in keys.items()] + [f"checkpoint_path={run}"]
+            more += [f"max_steps={5 * number}"] if number < len(layouts) else []
+            finished = complete_program("pretrain", *words, *more, world_size=size, **options)
+            axes = [axis for axis in ("pipeline 2", "tensor 2") if axis in finished.stdout]
+            assert axes == [axis for axis in ("pipeline 2", "tensor 2") if f"{axis[0]}p2" in layout]
+        alone = (f"checkpoint={run}", "device=cpu", "cpu_threads=1")
+        complete_program("evaluate", *alone, "evaluators=[sudoku]", **options)
+        solved[run] = complete_program("solve", *alone, "puzzle=1..4 .... .... 4..1", **options).stdout
+    first = next(iter(runs))
+    expected = logged_rows(folder / first)
+    for run in runs:
+        for ours, theirs in zip(logged_rows(folder / run), expected, strict=True):
+            common = ours.keys() & theirs.keys()  # a start's last row has more
+            assert {"train/lm_loss", "train/grad_norm", "train/lr"} <= common
+            assert_same_row(*({n: row[n] for n in common} for row in (ours, theirs)), tolerance=TOLERANCE)
+        file = Path("evaluation", f"step_{expected[-1]['step']}", "metrics.json")
+        ours, theirs = (json.loads((folder / each / file).read_text()) for each in (run, first))
+        assert_same_row(ours["all"], theirs["all"], tolerance=TOLERANCE)
+        assert solved[run] == solved[first]
+
+
+def test_the_programs_do_the_same_also_where_a_run_changes_its_layout(tmp_path, sudoku_folder):
+    runs = {each: [each] for each in ("one", "tp2", "tp2 x pp2")} | {"changing": ["fsdp2 x pp2", "pp2"]}
+    _assert_programs_agree(tmp_path, sudoku_folder, runs)
+
+
+def _assert_compiles(layouts: list[str]) -> None:
+    """Asserts that the first gradients of compiled blocks are those of eager ones, up to rounding.
+
+    With accumulation and recomputation; and that two steps make all graphs, whole ones, and rename nothing.
+    """
+    compilation.find_compiler_failure = lambda _: None  # a trial takes seconds
+    for layout in layouts:
+        torch.compiler.reset()
+        counters.clear()
+        gradients, names = [], []
+        for forward_dtype, compiles in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+            options = {"arch": {"forward_dtype": forward_dtype}, "compile": compiles}
+            state, config = begin("trm", layout, ACCUMULATION | options)
+            do_step(state, config, random_batch(8))
+            gradients.append(torch.cat([flat.gradients for flat in state.weights.flats]))
+            names.append([*state.model.state_dict()])
+        exact, *others = gradients
+        eager, compiled = ((each - exact).norm() / exact.norm() for each in others)
+        assert 1e-3 < eager < 0.1, layout
+        assert compiled < 1.5 * eager, layout
+        assert names[0] == names[1] == names[2]
+        assert counters["stats"]["unique_graphs"] > 0
+        assert not counters["graph_break"], layout
+        do_step(state, config, random_batch(8, seed=1))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            do_step(state, config, random_batch(8, seed=2))
+
+
+@pytest.mark.parametrize("layouts", [["one"], ["pp2", "tp2", "fsdp2"], ["tp2 x pp2"]])
 def test_blocks_of_a_layout_compile(layouts):
-    run_ranks(assert_compiles, LAYOUTS[layouts[0]][0], layouts)
+    run_ranks(_assert_compiles, LAYOUTS[layouts[0]][0], layouts)
