@@ -85,17 +85,31 @@ def compile_blocks(model: nn.Module) -> None:
     """Calls torch.compile for every transformer block of a model, in place.
 
     torch compiles a block when it is called for the first time. The names of modules and parameters do not
-    change.
+    change. Blocks that torch would compile wrongly stay as they are.
     """
     # Blocks with the same code share their graphs: one without gradient, and one for each combination of
     # inputs with gradient. Compiling levels instead would make steps 1 to 3 % shorter, but compiling would
     # take longer with more blocks. Each batch size has its own graphs. With dynamic sizes, torch would
     # replace the first graph after a second size, and a resumed run would not be bit-identical.
     for level in levels_of(model).values():
-        level.is_compiled = True
         for block in level.layers.children():
-            if any(True for _ in block.parameters()):
+            if any(True for _ in block.parameters()) and not _is_miscompiled(block):
+                level.is_compiled = True
                 block.compile(dynamic=False, options=COMPILER_OPTIONS)
+
+
+def _is_miscompiled(block: nn.Module) -> bool:
+    # On a CPU with AVX512, the compiler of torch 2.13 transposes a bfloat16 tensor wrongly into two buffers,
+    # if the length of the axis is a multiple of 32. The values are wrong or NaN. `Block` transposes before
+    # its MLP along the positions:
+    #
+    #     f = torch.compile(lambda x: (x.transpose(1, 2).contiguous(), x.transpose(1, 2).contiguous()))
+    #     x = torch.randn(8, 64, 128).bfloat16()
+    #     (f(x)[0] == x.transpose(1, 2)).all()  # False
+    if (mlp := getattr(block, "mlp_t", None)) is None:
+        return False
+    weight = mlp.down_proj.weight  # [positions, inner width]
+    return weight.device.type == "cpu" and len(weight) % 32 == 0
 
 
 def eager_blocks(*, is_rare: bool = True) -> contextlib.AbstractContextManager:

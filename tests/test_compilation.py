@@ -10,7 +10,9 @@ import torch
 from distributed.world import rank
 from evaluation import compilation
 from evaluation.loop import answer_batches
+from models.blocks import Block, Level
 from models.compilation import COMPILER_OPTIONS, compile_blocks, find_compiler_failure, should_compile
+from models.layers import SwiGLU
 from tests.ranks import run_ranks
 from tests.tiny import random_batch, run_losses, tiny_model
 
@@ -128,6 +130,17 @@ def test_only_whole_batches_are_compiled(sizes):
         num_stopping.append(int(carry.halted.sum()))
     assert num_stopping == [6, 3, 2, 1]
     assert set(sizes) == {12}
+
+
+@pytest.mark.filterwarnings("default")
+def test_blocks_that_torch_compiles_wrongly_are_not_compiled():
+    """torch 2.13 transposes bfloat16 wrongly: here the outputs of the compiled block were NaN."""
+    block = Block(mlp=SwiGLU(32, expansion=1), eps=1e-5, mlp_t=SwiGLU(64, expansion=1))
+    level, x = Level([block]), torch.randn(64, 64, 32).bfloat16()
+    with torch.inference_mode():
+        expected = level(x, 0, None)
+        compile_blocks(level)
+        assert level(x, 0, None).equal(expected)
 
 
 @pytest.mark.slow

@@ -62,6 +62,6 @@ class FiniteCheck:
             abort_all(
                 f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {step}, on a batch of "
                 f"set {self._set_names[step]!r}. This step is not saved. Try a lower lr, more "
-                "lr_warmup_steps, grad_clip_norm=1, arch.forward_dtype=float32, or compile=false."
+                "lr_warmup_steps, grad_clip_norm=1, or arch.forward_dtype=float32."
             )
         self._set_names.clear()
