@@ -159,6 +159,9 @@ def characters(text: str) -> list[str]:
 class Vocabulary:
     """Converts puzzles between text and tokens, for a dataset that defines its own symbols.
 
+    A grid is a list of rows, and a row is a list of symbols. A grid may be smaller than the token array that
+    contains it. Token 0 is padding, and token 1 marks the end of a grid.
+
     Attributes:
         symbols: Texts of the tokens 2, 3, ...
         num_rows: Number of rows of the token array.

@@ -228,9 +228,10 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def gradients_attached(self) -> Iterator[None]:
-        """Context manager for a backward pass. It sets the `grad` of bfloat16 parameters (mixed precision).
+        """Context manager for a backward pass with bfloat16 parameters (mixed precision).
 
-        After the block, their `grad` is None again. Other parameters do not change.
+        Inside, the `grad` of these parameters is a view of the flat gradients, so that the backward pass adds
+        to it. Afterwards it is None again. Other parameters always have such a view.
         """
         cast = {name: view for name, view in self.gradient_views.items() if name in self._cast}
         for name, view in cast.items():

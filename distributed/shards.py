@@ -29,8 +29,8 @@ class Shard(NamedTuple):
 
     Attributes:
         tensor: Elements of the part, in the order of `spans`.
-        spans: Positions of the elements in the flattened full tensor, disjoint and in ascending order. () if
-            the part is empty.
+        spans: Which elements of the flattened full tensor the part has (see `Span`). Disjoint and in
+            ascending order. () if the part is empty.
         shape: Shape of the full tensor.
         is_by_rank: Whether the full tensor is [ranks, ...], and row r is on rank r only. If another number of
             ranks loads it, each rank gets the mean of the rows.

@@ -17,7 +17,7 @@ from distributed.shards import Span, Spans
 
 
 class _Copy(torch.autograd.Function):
-    """Identity in the forward pass. The backward pass sums the gradient over ranks."""
+    """Returns x. The backward pass sums its gradient over `ranks`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -126,12 +126,12 @@ def cut_tensors(
 ) -> dict[str, Cut]:
     """Applies tensor parallelism: replaces weights by the parts that this rank holds, in place.
 
-    Returns {name of a replaced weight: its `Cut`}. Also adds hooks to each layer with a plan. They sum the
-    output of the layer over ranks, and in the backward pass the gradient of its input. The number of ranks
-    must divide the middle axis of every weight in a plan.
+    Returns {name of a replaced weight: its `Cut`}. Also adds hooks to each layer with a plan. In the forward
+    pass, they sum the output of the layer over ranks. In the backward pass, they sum the gradient of its
+    input. A plan views a weight as [outer, middle, rest], and the number of ranks must divide `middle`.
 
     ranks: Ranks that divide the weights. plan_of: Function that returns the `Plan` of a layer, or None if
-    every rank keeps the full layer.
+        every rank keeps the full layer.
     """
     cuts: dict[str, Cut] = {}
     for name, module in network.named_modules():

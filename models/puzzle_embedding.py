@@ -20,13 +20,14 @@ from torch import Tensor, nn
 class PuzzleEmbedding(nn.Module):
     """A table with a learned vector for each puzzle identifier.
 
-    In training mode, the result of a call requires a gradient, and `pop_gradients` returns the gradients of
-    all calls. `weights` is a buffer, not a parameter, because a training step uses only a few of its rows.
+    A dataset gives each puzzle an identifier, which several puzzles may share. A call takes identifiers and
+    returns their vectors. In training mode, the result requires a gradient. `pop_gradients` returns the
+    gradients of all calls, and `optimizers.puzzle_table` uses them to update the vectors. `weights` is a
+    buffer, not a parameter, because a training step uses only a few of its rows.
 
     Attributes:
         weights: The vectors, float32 [num_puzzle_identifiers, ndim], initially 0. If ranks divide the table
-            (puzzle_emb_sharding=rows), only those of this rank. Calls then read the vectors that `read_from`
-            got.
+            (puzzle_emb_sharding=rows), only those of this rank.
     """
 
     weights_name: ClassVar[str] = "puzzle_emb.weights"  # name in the state dict of a network

@@ -94,12 +94,13 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
 def answer(
     checkpoint: Checkpoint, data: Dataset, dtype: torch.dtype, forward_dtype: str, *, count: int
 ) -> dict[tuple[str, int], np.ndarray]:
-    """Returns the model's answers to `count` test puzzles, with weights rounded to `dtype`.
+    """Returns the model's answers to test puzzles, with weights rounded to `dtype`.
 
-    The answers are {(test set, index among the chosen puzzles): tokens [seq_len]}. Puzzles to which a search
+    The answers are {(test set, number of the puzzle, from 0): tokens [seq_len]}. Puzzles to which a search
     model (LDT) finds no answer are left out.
 
-    forward_dtype: Dtype of the computation. count: Number of puzzles of each test set.
+    forward_dtype: Dtype of the computation. count: Number of puzzles of each test set, at equal distances in
+        the set.
     """
     model = load_trained_model(checkpoint, data.metadata, forward_dtype=forward_dtype)
     weights = load_weights(checkpoint)  # not yet rounded to forward_dtype, unlike the weights in `model`

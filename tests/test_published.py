@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.published import PublishedTrainer
-from benchmarks.worlds import Trainer, metadata, random_batch
+from benchmarks.worlds import Trainer, random_batch
 from dataset.loader import Batch
-from dataset.metadata import IGNORE_LABEL_ID
+from dataset.metadata import IGNORE_LABEL_ID, usual_metadata
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import draw_small_parts_
 
@@ -38,7 +38,9 @@ def _pair(name: str, *changes: str, **options: bool) -> tuple[Trainer, Published
 
 
 def _batch(seed: int) -> Batch:
-    batch = random_batch(_BATCH, metadata(rows=20, seq_len=16), seed=seed)
+    batch = random_batch(
+        _BATCH, usual_metadata(seq_len=16, vocab_size=11, num_puzzle_identifiers=20), seed=seed
+    )
     batch.labels[:, ::3] = IGNORE_LABEL_ID
     batch.puzzle_identifiers[1] = batch.puzzle_identifiers[0]  # their gradients are summed
     return batch
