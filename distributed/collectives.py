@@ -66,6 +66,8 @@ class Ranks:
 
         device: Device of the tensor in which the integers are sent. The backend of the group must support it.
         """
+        if not self.is_distributed:
+            return [count]
         return self.all_gather_rows(torch.tensor([count], device=device), [1] * self.size).tolist()
 
     def all_gather_rows(self, rows: Tensor, counts: list[int]) -> Tensor:

@@ -229,11 +229,13 @@ def test_output_folders_that_cannot_be_replaced_are_refused(folder, tmp_path, mo
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     (tmp_path / "to mine").symlink_to(tmp_path / "mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "empty").mkdir()
     assert refusal(tmp_path / "file") == f"{tmp_path / 'file'} is a file. Choose another --output-dir."
     assert f"cannot write into {tmp_path / 'file'}" in refusal(tmp_path / "file" / "data")
     assert "is not empty and was not made by a builder" in refusal(tmp_path / "mine")
     assert "is not empty and was not made by a builder" in refusal(tmp_path / "to mine")
+    assert "is a symbolic link to itself" in refusal(tmp_path / "loop")
     assert refusal("/").startswith("/ is not empty")
     for place, path in ((folder, "."), (folder / "train", ".."), (tmp_path / "empty", "."), (folder, folder)):
         monkeypatch.chdir(place)

@@ -30,9 +30,13 @@ _MOST_EXAMPLES = (1 << 31) - 1  # offsets are int32
 _SAMPLE, _SAMPLE_SECONDS = 1000, 10.0  # puzzles whose solutions are counted, and the maximum time for that
 
 
+def _bytes_of(rows: np.ndarray) -> list[bytes]:
+    return np.ascontiguousarray(rows).view(f"V{rows.shape[1]}").ravel().tolist()  # faster than a loop
+
+
 def _are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
     # Whether `keys` contains the bytes of each input: bool [count].
-    return np.fromiter((bytes(tokens) in keys for tokens in inputs), bool, len(inputs))
+    return np.fromiter((tokens in keys for tokens in _bytes_of(inputs)), bool, len(inputs))
 
 
 def check_count(*numbers: int) -> None:
@@ -97,7 +101,7 @@ def build_puzzles(
             for split, pairs in (("train", train), ("test", test))
             if _have_several_solutions(pairs, split, kind=kind, has_several=has_several)
         ]
-    held_out = set(map(bytes, test[:, 0]))
+    held_out = set(_bytes_of(test[:, 0]))
     if num_shared := np.count_nonzero(_are_among(train[:, 0], held_out)):
         shared = f"{num_shared} puzzles of the training split are also in the test split"
         warn(f"build {kind}", f"{shared}, so the test accuracy will be too high. Remove them from one file.")
@@ -147,7 +151,7 @@ def _split_files(
     if len(read) == 2:
         return pairs, read[1]
     test = pairs[_choose(len(pairs), max(len(pairs) // 10, 1), seed=seed, stream=_HOLD_OUT)]
-    train = pairs[~_are_among(pairs[:, 0], set(map(bytes, test[:, 0])))]
+    train = pairs[~_are_among(pairs[:, 0], set(_bytes_of(test[:, 0])))]
     if not len(train):
         few = f"{files[0]} has too few different puzzles to hold out a test split"
         raise ValueError(f"{few}. Pass more puzzles, or a folder with train.csv and test.csv.")
@@ -163,8 +167,8 @@ def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
     seen: set[tuple[bytes, bytes]] = set()
     inputs: set[bytes] = set()
     is_new, num_doubtful = np.zeros(len(pairs), bool), 0
-    for row, sides in enumerate(pairs):
-        if (pair := tuple(map(bytes, sides))) not in seen:
+    for row, pair in enumerate(zip(*(_bytes_of(pairs[:, side]) for side in (0, 1)), strict=True)):
+        if pair not in seen:
             num_doubtful += pair[0] in inputs
             seen.add(pair)
             inputs.add(pair[0])

@@ -145,6 +145,8 @@ def check_output_folder(
     option that sets the folder, for messages.
     """
     destination, another = Path(os.path.realpath(folder)), f"Choose another {key}."
+    if destination.is_symlink():
+        raise ValueError(f"{folder} is a symbolic link to itself. {another}")
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"{folder} is a file. {another}")
     if destination.is_dir() and any(destination.iterdir()) and not (destination / mark).is_file():

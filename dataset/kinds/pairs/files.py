@@ -124,7 +124,8 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str]) -> tuple[list[Pa
     for path in files:
         if not path.name.endswith(_ENDINGS):
             raise ValueError(f"--source {path} is neither a folder nor a file {_list_endings()}")
-        read = _READERS[Path(path.name.removesuffix(".gz")).suffix]
+        name = path.name.removesuffix(".gz")
+        read = next(read for ending, read in _READERS.items() if name.endswith(ending))
         is_table = read in (_csv_rows, _sheet_rows)
         split, num_before = _stem(path.name) if len(stems) > 1 else "", len(pairs)
         for line, row in read(path):
