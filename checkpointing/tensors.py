@@ -1,4 +1,4 @@
-"""Loads full tensors and shards from the files of a checkpoint, on any number of ranks.
+"""The files of tensors in a checkpoint: their names, and how any number of ranks loads them.
 
 A shard (`Shard` in distributed/shards.py) is the part of a tensor that a rank holds: some elements, and their
 positions in the flattened full tensor (`spans`). A section of a checkpoint is a named set of tensors and

@@ -8,19 +8,19 @@ A save, after each step for which a checkpoint is due:
 2. training/state.py: `TrainState.numbers` returns the step and the metric sums. `save` adds the other
    contents of state.json. `TrainState.sections` and `exports` return the tensors of this rank.
 3. checkpointing/writer.py: `CheckpointWriter.start` copies the tensors to host memory. Training continues. A
-   thread on each rank writes the files of this rank into a temporary folder. Rank 0 writes the manifest, and
-   renames the folder to step_<N>.
+   thread on each rank writes the files of this rank into a temporary folder. Rank 0 writes the manifest
+   (`manifest_text` in checkpointing/files.py), and renames the folder to step_<N>.
 
 A resume, at the start of the next launch:
 
-4. pretrain.py: `train` calls `CheckpointManager.resume` (this file). Before that, `open_run_folder` has
-   compared the config with that of the stored run.
+4. pretrain.py: `train` calls `CheckpointManager.resume` (this file). Before that, `open_run_folder`
+   (training/run_folder.py) has compared the config with that of the stored run.
 5. checkpointing/files.py: `choose_checkpoint` chooses a checkpoint on rank 0, and compares its files with the
    manifest.
 6. training/state.py: `TrainState.load_` overwrites the state of step 0. `load_into_`
    (checkpointing/tensors.py) reads the tensors and shards of this rank from any number of files.
-7. `resume` removes rows of later steps from metrics.jsonl, and restores the best metric so far. Then
-   pretrain.py: `run_steps` reads batches from the next step on.
+7. `resume` removes rows of later steps from metrics.jsonl (runtime/metrics_file.py), and restores the best
+   metric so far (training/best.py). Then pretrain.py: `run_steps` reads batches from the next step on.
 
 The following is not stored, because it depends only on the step and the config: random numbers
 (models/random.py), the position in the data (dataset/plan.py), the learning rates (training/schedule.py),

@@ -136,16 +136,16 @@ class TrainState:
         }
         return tensors | copies
 
-    def load_(self, folder: Path, numbers: dict[str, Any]) -> None:
+    def load_(self, folder: Path, content: dict[str, Any]) -> None:
         """Loads the tensors, the step and the metric sums of a checkpoint into this state. All ranks call it.
 
         Any number of ranks may have saved the checkpoint. Ends all ranks with a message if names, shapes or
         dtypes differ.
 
-        folder: Folder of the checkpoint. numbers: Content of its state.json.
+        folder: Folder of the checkpoint. content: Content of its state.json.
         """
         with collective_errors():
-            self.step, saved = numbers["step"], numbers["metrics"]
+            self.step, saved = content["step"], content["metrics"]
             # If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
             # bit-identical to those of an uninterrupted run. Otherwise rank 0 of the group loads all sums.
             takes_local = len(saved) == self.ranks.size
