@@ -88,6 +88,7 @@ def test_runs_of_an_experiment_are_a_group_unless_they_have_another():
         assert compose_run(["data_path=.", *given]).wandb_group == group
 
 
+@pytest.mark.slow
 def test_every_arch_has_its_values_its_types_and_its_network():
     names = {path.stem for path in (REPOSITORY / "config" / "arch").glob("*.yaml")}
     assert names == set(architectures())
@@ -271,6 +272,7 @@ def test_names_and_paths_are_texts_as_typed(monkeypatch, tmp_path):
     assert _compose("checkpoint_path=null").checkpoint_path is None
 
 
+@pytest.mark.slow
 def test_an_experiment_with_another_arch():
     """What it sets for its own arch is left out, with one notice; what is typed stays."""
     for experiment, arch, left_out in (

@@ -100,6 +100,7 @@ def _compose(*words: str):
     return compose_run(["data_path=.", "device=cpu", "arch.hidden_size=32", "arch.num_heads=2", *words])
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_format_that_it_began_with(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     _pretend(monkeypatch, "AVX512", "amx_bf16")

@@ -65,6 +65,7 @@ def test_a_plugin_is_imported_once_and_needs_no_path(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
     monkeypatch.chdir(write_plugins(tmp_path).parent)
     config = compose_overrides(PretrainConfig, _GRU)

@@ -184,6 +184,7 @@ def test_the_dashboard_shows_every_kind_of_set():
             assert any(re.fullmatch(each, f"{split}/folder.all/{metric}") for each in panels), (split, metric)
 
 
+@pytest.mark.slow
 def test_dashboard_is_shown_without_a_network(capsys, monkeypatch, tmp_path):
     dashboard.main(["--project", "p", "--dry-run"])
     assert "  loss                                            ^train/lm_loss$\n" in capsys.readouterr().out
