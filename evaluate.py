@@ -133,6 +133,7 @@ def evaluate_checkpoint(
 
     # Model.
     batch_size = config.eval_batch_size or checkpoint.global_batch_size
+    operations: dict[str, float] = {}
     with collective_errors():
         checkpoint.arch.check_outputs(config.save_outputs)
         forward_dtype, reason = number_format
@@ -150,7 +151,9 @@ def evaluate_checkpoint(
                 warn_of_new_data(checkpoint, folders)
             if config.report:
                 check_packages()
-            gigaflops = _gigaflops_per_step(model, data.metadata, reasoning)
+            # Only where a table or page shows it: counting first imports torch's compiler, for two seconds.
+            if settings or config.report or config.loops is not None:
+                operations["gigaflops_per_step"] = _gigaflops_per_step(model, data.metadata, reasoning)
         num_runs = sum(test_set.num_examples for test_set in data.splits["test"].sets.values())
         num_runs *= settings.samples[-1] if settings else 1
         num_calls = num_runs // batch_size * reasoning.max_steps
@@ -168,7 +171,7 @@ def evaluate_checkpoint(
     with collective_errors():
         if is_main():
             for name, result in results.items():
-                result.metrics.update(of_identifiers.get(name, {}), gigaflops_per_step=gigaflops)
+                result.metrics.update(of_identifiers.get(name, {}) | operations)
             evaluators.write(output_folder)
             title = f"{checkpoint} on {', '.join(map(str, folders))}"
             options = {"title": title, "selected_by": checkpoint.selected_by}
