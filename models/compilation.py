@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from models.blocks import levels_of
+from models.blocks import Block, levels_of
 
 # Number of steps after which compiling has saved more time than it took. Measured on two CPU cores: compiling
 # takes 20 to 30 s, or 96 s under other load. The longer time counts here, because the load may end later.
@@ -106,9 +106,9 @@ def _is_miscompiled(block: nn.Module) -> bool:
     #     f = torch.compile(lambda x: (x.transpose(1, 2).contiguous(), x.transpose(1, 2).contiguous()))
     #     x = torch.randn(8, 64, 128).bfloat16()
     #     (f(x)[0] == x.transpose(1, 2)).all()  # False
-    if (mlp := getattr(block, "mlp_t", None)) is None:
+    if not isinstance(block, Block) or block.mlp_t is None:
         return False
-    weight = mlp.down_proj.weight  # [positions, inner width]
+    weight = block.mlp_t.down_proj.weight  # [positions, inner width]
     return weight.device.type == "cpu" and len(weight) % 32 == 0
 
 

@@ -31,7 +31,8 @@ _SAMPLE, _SAMPLE_SECONDS = 1000, 10.0  # puzzles whose solutions are counted, an
 
 
 def _bytes_of(rows: np.ndarray) -> list[bytes]:
-    return np.ascontiguousarray(rows).view(f"V{rows.shape[1]}").ravel().tolist()  # faster than a loop
+    # The bytes of each row of uint8 [count, cells]. Faster than `bytes` of each row.
+    return np.ascontiguousarray(rows).view(f"V{rows.shape[1]}").ravel().tolist()
 
 
 def _are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
@@ -284,11 +285,11 @@ def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
     A variant equals a test puzzle if both have the same puzzle identifier and a common input. Labels are not
     compared.
     """
-    held_out = set(zip(test.puzzle_identifiers.tolist(), map(bytes, test.inputs), strict=True))
+    held_out = set(zip(test.puzzle_identifiers.tolist(), _bytes_of(test.inputs), strict=True))
     is_leak = np.zeros(len(train.puzzle_identifiers), bool)
     for rows, puzzles in train.chunks():
         inputs, _ = train.read(rows, puzzles)
-        keys = zip(train.puzzle_identifiers[puzzles].tolist(), map(bytes, inputs), strict=True)
+        keys = zip(train.puzzle_identifiers[puzzles].tolist(), _bytes_of(inputs), strict=True)
         is_leak[puzzles[[key in held_out for key in keys]]] = True
     is_leak[train.group_indices[:-1]] = False
     train.transforms[is_leak] = train.transforms[0]
