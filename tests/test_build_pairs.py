@@ -9,6 +9,7 @@ import openpyxl
 import pytest
 
 from dataset.augmentations import NUM_DIHEDRAL, dihedral
+from dataset.description import Vocabulary
 from tests.pairs_source import as_texts, build, random_pairs, read_back, write_csv, write_json, write_parquet
 from tests.sudoku_source import files_of
 
@@ -202,6 +203,14 @@ def test_spaces_between_symbols_and_parts_of_characters_are_no_symbols(tmp_path,
     found = [pair for split in ("train", "test") for pair in read_back(data, split)]
     assert {pair[0] for pair in found} == {"1.34", "4.21", f"{heart}\u00e9{family}1"}
     assert "spaces between symbols are removed in 1 of 3 pairs" in capsys.readouterr().out
+    fixed = ("--symmetries", "symbols", "--num-aug", 1, "--fixed-symbols")
+    data = build(tmp_path / "data", tmp_path / "p.jsonl", *fixed, f"{heart}{e}{family}1.")
+    is_fixed = [symbol not in "234" for symbol in data.metadata.symbols]
+    transforms = data.splits["train"].sets["all"].transforms[:, 1:]
+    assert (transforms == np.arange(len(is_fixed)))[:, is_fixed].all()
+    words = [{"input": [[f"{e}1", str(n)]], "output": [["1"]]} for n in range(4)]
+    data = build(tmp_path / "words", write_json(tmp_path / "w.jsonl", words), *fixed, f"{e}1 1")
+    assert Vocabulary.of(data.metadata).parse(f"{e}1 3") == [["\u00e91", "3"]]
     pairs.append({"input": "12 4", "output": "1234"})
     data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
     assert "spaces separate" not in capsys.readouterr().out
