@@ -215,6 +215,9 @@ def test_spaces_between_symbols_and_parts_of_characters_are_no_symbols(tmp_path,
     data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
     assert "spaces separate" not in capsys.readouterr().out
     assert max(len(pair[1]) for split in ("train", "test") for pair in read_back(data, split)) == 8
+    pairs = [{"input": [[n, " ", n]], "output": [[n, "x", n]]} for n in "12"]
+    data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
+    assert {pair[0] for split in ("train", "test") for pair in read_back(data, split)} == {"1 1", "2 2"}
 
 
 def test_odd_pairs_are_warned_of(tmp_path, capsys):

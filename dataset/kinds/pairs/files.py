@@ -4,8 +4,8 @@ A pair is {"input": grid, "output": grid, "task": "name", "split": "train" or "t
 there are several tasks, split only if the source divides the pairs. A grid is a list of rows. A row is a list
 of symbols (texts or integers), or a text with a character for each symbol. A text with several lines is a
 grid with these rows. Any other text, or a flat list of symbols, is a sequence. If every second character of
-all texts with spaces is a space, spaces separate the symbols. In CSV, parquet and Excel, the columns have
-these names. A cell of CSV or Excel that starts with "[" is a JSON list.
+all texts with spaces is a space, and no row is a list with a space, spaces separate the symbols. In CSV,
+parquet and Excel, the columns have these names. A cell of CSV or Excel that starts with "[" is a JSON list.
 
 Invariant: both grids of a `Pair` are rectangles of printable symbols. For any other content, ValueError, one
 line with the file, the line and the reason.
@@ -121,6 +121,7 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str]) -> tuple[list[Pa
     if a pair is not valid.
     """
     pairs, others, stems = [], set(), {_stem(path.name) for path in files}
+    is_space_listed = False
     for path in files:
         if not path.name.endswith(_ENDINGS):
             raise ValueError(f"--source {path} is neither a folder nor a file {_list_endings()}")
@@ -143,6 +144,7 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str]) -> tuple[list[Pa
                     for ours, name in zip(GRIDS, fields, strict=True)
                 }
                 pair = parse_pair(row | grids, where=f"{path}:{line}")
+                is_space_listed |= any(map(_lists_space, grids.values()))
                 if split and pair.split not in ("", split):
                     raise ValueError(f"its split is {pair.split!r}, but the file is of the {split} split")
                 pairs.append(pair._replace(split=split or pair.split))
@@ -157,7 +159,12 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str]) -> tuple[list[Pa
             raise ValueError(
                 f"{without[0]}: no {field}, but other pairs have one. Set it for all pairs or for none."
             )
-    return _without_separators(pairs), sorted(map(printable, others))
+    return pairs if is_space_listed else _without_separators(pairs), sorted(map(printable, others))
+
+
+def _lists_space(grid: list | str) -> bool:
+    # In a list of symbols, a space is a symbol.
+    return isinstance(grid, list) and any(isinstance(row, list) and " " in row for row in grid)
 
 
 def _without_separators(pairs: list[Pair]) -> list[Pair]:
