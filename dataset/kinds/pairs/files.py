@@ -46,6 +46,7 @@ _SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})")  # train-00000-of-00002, as on t
 _MOST_SHOWN, _MOST_FIELDS = 20, 10  # in messages: characters of a value, and names of fields
 _ROWS_AT_ONCE = 1 << 12
 _MOST_SHEET_BYTES = 1 << 28  # size limit of an Excel file's content after unpacking
+_MOST_ROWS = 1 << 20  # of an Excel sheet
 _MOST_DIGITS = 15  # Excel stores no more digits of a number
 _MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a parquet file
 
@@ -300,14 +301,19 @@ def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
         book = openpyxl.load_workbook(opened, read_only=True, data_only=True)
         if others := book.sheetnames[1:]:
             print(f"{path}: sheets not used: {', '.join(map(printable, others))}")
-        rows = enumerate(book.worksheets[0].iter_rows(values_only=True), 1)
+        sheet = book.worksheets[0]
+        sheet.reset_dimensions()  # the size in the file may be wrong; without it, rows end at their last cell
+        rows = enumerate(sheet.iter_rows(values_only=True), 1)
         header = next(rows, (1, ()))[1]
         names = {column: str(name) for column, name in enumerate(header) if name is not None}
         if len({*names.values()}) < len(names):
             raise ValueError("two columns have the same name")
         for line, row in rows:
+            if line > _MOST_ROWS:  # the number of a row is free, and a file of any size may have a huge one
+                raise ValueError(f"it has a row after row {_MOST_ROWS:,}, the last row of a sheet")
             if any(cell is not None for cell in row):
-                yield line, {name: _text_of(row[at], f"{path}:{line}") for at, name in names.items()}
+                cells = {name: row[at] if at < len(row) else None for at, name in names.items()}
+                yield line, {name: _text_of(cell, f"{path}:{line}") for name, cell in cells.items()}
 
 
 @contextlib.contextmanager
