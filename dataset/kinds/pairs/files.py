@@ -39,9 +39,9 @@ FIELDS = ("input", "output", "task", "split")
 GRIDS = FIELDS[:2]
 _TABLES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _ENDINGS = (*_TABLES, *(f"{ending}.gz" for ending in _TABLES), ".xlsx", ".parquet", ".json", ".json.gz")
-# A list as Python or numpy prints it, and an item of one.
-_BRACKETED = re.compile(r"(?:[\w.]+(?=\())?(\[.*\]|[({].*[,\s].*[)}])", re.DOTALL)
-_PRINTED = re.compile(r"""-?\d+\.?\d*|'[^']*'|"[^"]*\"""")
+# A list as Python or numpy prints it, and an item of one. The time to match grows only with the length.
+_BRACKETED = re.compile(r"(?:[\w.]+(?=\())?(\[.*\]|[({](?=.*[,\s]).*[)}])", re.DOTALL)
+_PRINTED = re.compile(r"""-?\d+(?:\.\d*)?|'[^']*'|"[^"]*\"""")
 _SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})")  # train-00000-of-00002, as on the Hub
 _MOST_SHOWN, _MOST_FIELDS = 20, 10  # in messages: characters of a value, and names of fields
 _ROWS_AT_ONCE = 1 << 12
