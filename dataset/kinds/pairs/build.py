@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(train-00000-of-00002.parquet, ...). Or hf://datasets/OWNER/NAME[@REVISION], a dataset of such "
         "files on the Hugging Face Hub. A grid is a list of rows. A row is a list of symbols, or a text with "
         "one character for each symbol. A text of several lines is a grid. A text of one line, or a list of "
-        "symbols without rows, is a sequence"
+        "integers without rows, is a sequence"
     )
     parser.add_argument("--source", type=Path, required=True, metavar="PATH", help=source)
     fields = "the names of the fields or columns of input and output, such as question,answer"

@@ -3,7 +3,7 @@
 A pair is {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}. task is only needed if
 there are several tasks, split only if the source divides the pairs. A grid is a list of rows. A row is a list
 of symbols (texts or integers), or a text with a character for each symbol. A text with several lines is a
-grid with these rows. Any other text, or a flat list of symbols, is a sequence. If every second character of
+grid with these rows. Any other text, or a flat list of integers, is a sequence. If every second character of
 all texts with spaces is a space, and no row is a list with a space, spaces separate the symbols. In CSV,
 parquet and Excel, the columns have these names. A cell of CSV or Excel that starts with "[" is a JSON list.
 
@@ -223,7 +223,7 @@ def _parse_grid(grid: Any, field: str) -> Cells:
     if len(grid) + sum(len(row) for row in grid if isinstance(row, (list, str))) > _MOST_CELLS:
         raise ValueError(f"the {field} has more than {_MOST_CELLS:,} cells")
     if grid and not any(isinstance(row, (list, str)) for row in grid):
-        grid = [grid]  # a flat list is a sequence
+        grid = [grid]  # a flat list of integers is a sequence
     rows = []
     for row_number, row in enumerate(grid, 1):
         if not isinstance(row, (list, str)):
