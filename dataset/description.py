@@ -189,6 +189,7 @@ class Vocabulary:
 
         If no symbol has several characters and none is a space, spaces separate rows, as line breaks do.
         """
+        text = "".join(characters(text))  # normalized, as the symbols are
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:
             lines = text.split()  # rows may also be separated by spaces

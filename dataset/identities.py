@@ -168,7 +168,7 @@ def read_identities(path: Path) -> Identities | None:
         is_valid = is_valid and digests.dtype == np.uint64 and digests.shape == (sum(sizes),)
     except MissingFileError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:  # OverflowError: a size is infinite
         raise ValueError(f"{path} cannot be read ({error}). {advice}") from None
     if not is_valid:
         raise ValueError(f"{path} does not contain a name and a digest for each puzzle identifier. {advice}")

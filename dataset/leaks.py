@@ -57,17 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def find_leaked(folders: Sequence[Path]) -> Iterator[Leaked]:
     """Compares the test puzzles of each folder with the training puzzles of all. Yields a result for a set.
 
-    Raises ValueError if a folder is not a dataset, or if the folders have different kinds of puzzles or
-    symbols.
+    Raises ValueError if a folder is not a dataset, or if the folders have different kinds of puzzles, symbols
+    or sizes of the token array.
     """
     opened = [open_dataset(folder, read_everything=False) for folder in folders]
     infos = [read_info(data.folders, data.metadata) for data in opened]
-    forms = [
-        (info.kind and info.kind.name, info.metadata.symbols, info.metadata.num_columns) for info in infos
-    ]
+    forms = [(info.kind and info.kind.name, info.vocabulary) for info in infos]
     for folder, form in zip(folders, forms, strict=True):
         if form != forms[0]:
-            problem = f"{folder} and {folders[0]} have different kinds of puzzles or symbols"
+            problem = f"{folder} and {folders[0]} have different kinds of puzzles, symbols or fields"
             raise ValueError(f"{problem}. Run the command once for each.")
     for folder, data, info in zip(folders, opened, infos, strict=True):
         for name, tested in data.splits["test"].sets.items():

@@ -201,7 +201,8 @@ class TrainPlan:
     ):
         """Plans all stages of the training.
 
-        Raises ValueError if the examples between two evaluations do not fill one batch.
+        Raises ValueError if the examples between two evaluations do not fill one batch, or if all groups of a
+        stage are held out.
 
         Args:
             sets: {name: training set}.
@@ -224,8 +225,11 @@ class TrainPlan:
         for index, stage in enumerate(stages):
             stream = (index + 1) % len(stages) * _STREAMS
             plans = self._plan_sets(stage, stream)
+            if not plans:
+                problem = "validation_fraction holds out all training puzzles of a stage, with their repeats"
+                raise ValueError(f"{problem}. Lower or remove it.")
             is_cut = train_steps is not None and stage is stages[-1]
-            while is_cut and plans:
+            while is_cut:
                 if (steps := sum(plan.steps_per_iteration[0] for plan in plans)) >= train_steps:
                     break
                 epochs = max(stage.epochs + 1, -(-stage.epochs * train_steps // max(steps, 1)))

@@ -137,9 +137,9 @@ class ConcatenatedSet:
         self.parts = [*zip(folders, parts, strict=True)]
         self._first_rows = np.cumsum([0, *(part.num_examples for part in parts)])
         self._first_puzzles = np.cumsum([0, *(len(part.puzzle_identifiers) for part in parts)])
-        self.puzzle_identifiers = np.concatenate(
-            [part.puzzle_identifiers + first for part, first in zip(parts, first_identifiers, strict=True)]
-        )
+        # int64, because files may contain identifiers as bytes, which the sum would overflow.
+        identifiers = (np.asarray(part.puzzle_identifiers, np.int64) for part in parts)
+        self.puzzle_identifiers = np.concatenate([*map(np.add, identifiers, first_identifiers)])
         self.puzzle_indices = _concatenate_offsets([part.puzzle_indices for part in parts])
         self.group_indices = _concatenate_offsets([part.group_indices for part in parts])
         self.folder_of_group = np.repeat(folders, [len(part.group_indices) - 1 for part in parts])

@@ -119,6 +119,8 @@ def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], s
         arrays = dict(zip(_NEEDED, saved, strict=True))
         if any(array.ndim != 2 or array.shape != arrays["inputs"].shape for array in arrays.values()):
             raise ValueError("the arrays differ in shape")
+        if any(array.dtype.kind not in "iu" for array in saved):
+            raise ValueError("the arrays do not contain integers")
         metrics = dict(read_json(folder / "metrics.json")[set_name])
         known = "no labels, so no accuracy"
         if "exact_accuracy" in metrics:

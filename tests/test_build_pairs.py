@@ -9,6 +9,8 @@ import openpyxl
 import pytest
 
 from dataset.augmentations import NUM_DIHEDRAL, dihedral
+from dataset.description import Vocabulary
+from dataset.kinds.pairs import files
 from tests.pairs_source import as_texts, build, random_pairs, read_back, write_csv, write_json, write_parquet
 from tests.sudoku_source import files_of
 
@@ -160,11 +162,12 @@ def test_no_variant_is_a_test_pair(tmp_path, capsys):
     assert printed.err == ""
 
 
-def test_a_sheet_is_read_as_a_table_is(tmp_path, capsys):
-    def write(name: str, *rows: tuple) -> Path:
-        book = openpyxl.Workbook()
+def test_a_sheet_is_read_as_a_table_is(tmp_path, capsys, monkeypatch):
+    def write(name: str, *rows: tuple, is_stream: bool = False) -> Path:
+        book = openpyxl.Workbook(write_only=is_stream)
+        sheet = book.create_sheet() if is_stream else book.active
         for row in rows:
-            book.active.append(row)
+            sheet.append(row)
         book.create_sheet("notes")
         book.save(tmp_path / name)
         return tmp_path / name
@@ -176,6 +179,12 @@ def test_a_sheet_is_read_as_a_table_is(tmp_path, capsys):
         ("12", "21"), ("1\n2", "2\n1"), ("12\n21", "2112")
     }  # fmt: skip
     assert "pairs.xlsx: sheets not used: notes" in capsys.readouterr().out
+    # The rows of a file that was written as a stream have no cells after their last value.
+    short = [("input", "output", "task"), ("1", "2"), ("2", "1")]
+    data = build(tmp_path / "data", write("stream.xlsx", *short, is_stream=True))
+    assert {pair[:2] for split in ("train", "test") for pair in read_back(data, split)} == {
+        ("1", "2"), ("2", "1")
+    }  # fmt: skip
     day, changed = datetime.date(2026, 5, 1), "a datetime. Excel has changed what was"
     for cell, message in (
         (day, f"2: the cell is datetime.datetime.*, {changed}"),
@@ -189,6 +198,9 @@ def test_a_sheet_is_read_as_a_table_is(tmp_path, capsys):
     (tmp_path / "torn.xlsx").write_bytes(write("pairs.xlsx", *rows).read_bytes()[:3000])
     with pytest.raises(ValueError, match="torn.xlsx cannot be read as Excel"):
         build(tmp_path / "data", tmp_path / "torn.xlsx")
+    monkeypatch.setattr(files, "_MOST_ROWS", 2)
+    with pytest.raises(ValueError, match="stream.xlsx cannot be read as Excel .it has a row after row 2,"):
+        build(tmp_path / "data", tmp_path / "stream.xlsx")
 
 
 def test_spaces_between_symbols_and_parts_of_characters_are_no_symbols(tmp_path, capsys):
@@ -202,10 +214,21 @@ def test_spaces_between_symbols_and_parts_of_characters_are_no_symbols(tmp_path,
     found = [pair for split in ("train", "test") for pair in read_back(data, split)]
     assert {pair[0] for pair in found} == {"1.34", "4.21", f"{heart}\u00e9{family}1"}
     assert "spaces between symbols are removed in 1 of 3 pairs" in capsys.readouterr().out
+    fixed = ("--symmetries", "symbols", "--num-aug", 1, "--fixed-symbols")
+    data = build(tmp_path / "data", tmp_path / "p.jsonl", *fixed, f"{heart}{e}{family}1.")
+    is_fixed = [symbol not in "234" for symbol in data.metadata.symbols]
+    transforms = data.splits["train"].sets["all"].transforms[:, 1:]
+    assert (transforms == np.arange(len(is_fixed)))[:, is_fixed].all()
+    words = [{"input": [[f"{e}1", str(n)]], "output": [["1"]]} for n in range(4)]
+    data = build(tmp_path / "words", write_json(tmp_path / "w.jsonl", words), *fixed, f"{e}1 1")
+    assert Vocabulary.of(data.metadata).parse(f"{e}1 3") == [["\u00e91", "3"]]
     pairs.append({"input": "12 4", "output": "1234"})
     data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
     assert "spaces separate" not in capsys.readouterr().out
     assert max(len(pair[1]) for split in ("train", "test") for pair in read_back(data, split)) == 8
+    pairs = [{"input": [[n, " ", n]], "output": [[n, "x", n]]} for n in "12"]
+    data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
+    assert {pair[0] for split in ("train", "test") for pair in read_back(data, split)} == {"1 1", "2 2"}
 
 
 def test_odd_pairs_are_warned_of(tmp_path, capsys):

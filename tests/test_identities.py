@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import shutil
 from types import SimpleNamespace
 
@@ -100,6 +101,7 @@ def test_the_file_is_small_and_checked_when_read(folder, tmp_path, monkeypatch):
         dataclasses.replace(own, digests=own.digests[1:]).to_bytes(),
         dataclasses.replace(own, digests=own.digests.astype(np.int64)).to_bytes(),
         dataclasses.replace(own, sizes=(-1, 99)).to_bytes(),
+        dataclasses.replace(own, sizes=(math.inf, 49)).to_bytes(),
     ):
         path.write_bytes(forged)
         with pytest.raises(ValueError, match=r"^[^\n]*identities.npz [^\n]*Delete it\. [^\n]*\.$"):

@@ -1,5 +1,7 @@
 """Several dataset folders as one: which examples come when, and with which identifiers."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,8 @@ from dataset.files import open_dataset
 from dataset.loader import PuzzleDataset
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import EvaluationPlan, Stage, TrainPlan
-from tests.puzzle_sets import NUM_IDENTIFIERS, A, write
+from dataset.sets import ConcatenatedSet
+from tests.puzzle_sets import NUM_IDENTIFIERS, A, make_set, write
 from tests.tiny import tiny_config
 from training.data import open_tests
 
@@ -50,6 +53,12 @@ def test_every_example_is_there_under_its_own_identifier(folders):
         row += data.num_examples
     assert (whole.num_examples, len(whole.puzzle_identifiers)) == (row, puzzle)
     assert whole.folder_of_group.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_identifiers_that_are_bytes_do_not_overflow():
+    part = dataclasses.replace(make_set([[1]] * 3), puzzle_identifiers=np.array([0, 1, 99], np.uint8))
+    joined = ConcatenatedSet([part, part], folders=[0, 1], first_identifiers=[0, 200])
+    assert joined.puzzle_identifiers.tolist() == [0, 1, 99, 200, 201, 299]
 
 
 def test_rows_of_all_folders_in_one_batch(folders):

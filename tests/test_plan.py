@@ -146,6 +146,9 @@ def test_a_run_without_a_batch_is_refused():
     with pytest.raises(ValueError, match=expected):
         make_plan(sets, global_batch_size=21)
     assert make_plan(sets, global_batch_size=20).iteration_ends == [1, 2, 3]
+    for length in ({}, {"train_steps": 5}):  # example: all training puzzles have the same input
+        with pytest.raises(ValueError, match="validation_fraction holds out all training puzzles of a stage"):
+            make_plan(sets, global_batch_size=4, held_out={"all": np.ones(5, bool)}, **length)
 
 
 def test_an_evaluation_reads_everything_once_in_order():

@@ -251,6 +251,8 @@ def test_outputs_that_cannot_be_used(sudoku, maze, tmp_path, capsys):
     assert "preds" in refusal(sudoku, "--outputs", folder)
     save_outputs(folder, sudoku, preds[:, :3])
     assert "the arrays differ in shape" in refusal(sudoku, "--outputs", folder)
+    save_outputs(folder, sudoku, preds.astype(np.float32))
+    assert "the arrays do not contain integers" in refusal(sudoku, "--outputs", folder)
     for content in (b"", b"nothing", path.read_bytes()[:300]):
         path.write_bytes(content)
         assert f"cannot use the outputs in {folder}" in refusal(sudoku, "--outputs", folder)

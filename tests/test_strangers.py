@@ -5,6 +5,7 @@ import json
 import shutil
 import sqlite3
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from config.schema import PretrainConfig, validate_config
 from dataset.build.__main__ import main as build
 from dataset.description import DatasetInfo, read_names
 from dataset.files import open_split
+from dataset.kinds.pairs.files import read_pairs
+from dataset.kinds.sudoku.texts import read_grids
 from dataset.metadata import usual_metadata
 from distributed import log
 from report.page import write_report
@@ -52,6 +55,15 @@ def test_what_is_small_on_disk_stays_small(tmp_path):
     (tmp_path / "ema_weights_0_of_999999999.safetensors").touch()
     with pytest.raises(ValueError, match="ema_weights_1_of_999999999.safetensors is missing"):
         find_files(tmp_path, "ema_weights")
+
+
+def test_a_long_text_takes_little_time(tmp_path):
+    length, started = 60_000, time.process_time()
+    for text in ("(" + " " * length + "x", "[" + "1" * length + "x]"):
+        (tmp_path / "p.jsonl").write_text(json.dumps({"input": text, "output": "a"}))
+        read_pairs([tmp_path / "p.jsonl"], fields=("input", "output"))
+    assert len(read_grids("grid" + "." * length + "x\n" + "." * 81)) == 1
+    assert time.process_time() - started < 2
 
 
 @pytest.fixture(scope="module")

@@ -252,6 +252,10 @@ def test_pairs_have_the_symmetries_of_their_command(tmp_path):
     ):
         pairs_source.build(tmp_path / str(number), source, *words)
         assert _leaked(tmp_path / str(number)) == [(4, 0, expected, expected)]
+    # In a field of another size, the same grid has other tokens.
+    taller = pairs_source.write_json(tmp_path / "t.jsonl", [*lines, *grids("a/a/a/a", split="test")])
+    pairs_source.build(tmp_path / "taller", taller)
+    assert "have different kinds of puzzles" in refusal(main, "leaks", tmp_path / "0", tmp_path / "taller")
 
 
 def test_arc_pairs_are_transformed_with_their_answers(tmp_path):

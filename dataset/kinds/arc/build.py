@@ -5,8 +5,9 @@ Tokens: 0 = pad, 1 = end of the grid, 2 .. 11 = the colors 0 .. 9. A grid lies i
 the same in both splits. The training split contains the demonstration pairs of every task, and the test pairs
 of tasks that are not evaluated. The test split contains the test pairs of evaluated tasks, in every variant.
 
-Invariant: no evaluated pair is trained on, unless an option allows it. The same tasks in the same subsets
-give the same bytes on every machine, from any kind of source.
+Invariant: no evaluated pair is a training pair of an original task, unless an option allows it. But it may be
+a pair of a variant of another task. The same tasks in the same subsets give the same bytes on every machine,
+from any kind of source.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from dataset.augmentations import FIRST_SYMBOL, NUM_DIHEDRAL
 from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import check_count, make_split
 from dataset.build.writing import write_dataset
-from dataset.description import Vocabulary
+from dataset.description import Vocabulary, characters
 from dataset.kinds.pairs.files import GRIDS, Pair, choose_files, read_pairs
 from dataset.metadata import BLANK, SPLITS, Split
 from dataset.randomness import name_index, random_below, random_bits, random_orders
@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(train-00000-of-00002.parquet, ...). Or hf://datasets/OWNER/NAME[@REVISION], a dataset of such "
         "files on the Hugging Face Hub. A grid is a list of rows. A row is a list of symbols, or a text with "
         "one character for each symbol. A text of several lines is a grid. A text of one line, or a list of "
-        "symbols without rows, is a sequence"
+        "integers without rows, is a sequence"
     )
     parser.add_argument("--source", type=Path, required=True, metavar="PATH", help=source)
     fields = "the names of the fields or columns of input and output, such as question,answer"
@@ -287,7 +287,8 @@ def free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
     fixed: Value of --fixed-symbols, the symbols that must stay. Raises ValueError if one of them is unknown,
     or if fewer than two symbols may be exchanged.
     """
-    named = (fixed or "").split() if vocabulary.parts_by_spaces else list(fixed or "")
+    named = characters(fixed or "")  # as the symbols of the files
+    named = "".join(named).split() if vocabulary.parts_by_spaces else named
     if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:
         there = f"the symbols are {vocabulary.list_symbols()}"
         raise ValueError(f"--fixed-symbols {fixed!r}: {unknown[0]!r} is in no pair ({there}).")

@@ -3,9 +3,9 @@
 A pair is {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}. task is only needed if
 there are several tasks, split only if the source divides the pairs. A grid is a list of rows. A row is a list
 of symbols (texts or integers), or a text with a character for each symbol. A text with several lines is a
-grid with these rows. Any other text, or a flat list of symbols, is a sequence. If every second character of
-all texts with spaces is a space, spaces separate the symbols. In CSV, parquet and Excel, the columns have
-these names. A cell of CSV or Excel that starts with "[" is a JSON list.
+grid with these rows. Any other text, or a flat list of integers, is a sequence. If every second character of
+all texts with spaces is a space, and no row is a list with a space, spaces separate the symbols. In CSV,
+parquet and Excel, the columns have these names. A cell of CSV or Excel that starts with "[" is a JSON list.
 
 Invariant: both grids of a `Pair` are rectangles of printable symbols. For any other content, ValueError, one
 line with the file, the line and the reason.
@@ -39,13 +39,14 @@ FIELDS = ("input", "output", "task", "split")
 GRIDS = FIELDS[:2]
 _TABLES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _ENDINGS = (*_TABLES, *(f"{ending}.gz" for ending in _TABLES), ".xlsx", ".parquet", ".json", ".json.gz")
-# A list as Python or numpy prints it, and an item of one.
-_BRACKETED = re.compile(r"(?:[\w.]+(?=\())?(\[.*\]|[({].*[,\s].*[)}])", re.DOTALL)
-_PRINTED = re.compile(r"""-?\d+\.?\d*|'[^']*'|"[^"]*\"""")
+# A list as Python or numpy prints it, and an item of one. The time to match grows only with the length.
+_BRACKETED = re.compile(r"(?:[\w.]+(?=\())?(\[.*\]|[({](?=.*[,\s]).*[)}])", re.DOTALL)
+_PRINTED = re.compile(r"""-?\d+(?:\.\d*)?|'[^']*'|"[^"]*\"""")
 _SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})")  # train-00000-of-00002, as on the Hub
 _MOST_SHOWN, _MOST_FIELDS = 20, 10  # in messages: characters of a value, and names of fields
 _ROWS_AT_ONCE = 1 << 12
 _MOST_SHEET_BYTES = 1 << 28  # size limit of an Excel file's content after unpacking
+_MOST_ROWS = 1 << 20  # of an Excel sheet
 _MOST_DIGITS = 15  # Excel stores no more digits of a number
 _MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a parquet file
 
@@ -121,6 +122,7 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str]) -> tuple[list[Pa
     if a pair is not valid.
     """
     pairs, others, stems = [], set(), {_stem(path.name) for path in files}
+    is_space_listed = False
     for path in files:
         if not path.name.endswith(_ENDINGS):
             raise ValueError(f"--source {path} is neither a folder nor a file {_list_endings()}")
@@ -143,6 +145,7 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str]) -> tuple[list[Pa
                     for ours, name in zip(GRIDS, fields, strict=True)
                 }
                 pair = parse_pair(row | grids, where=f"{path}:{line}")
+                is_space_listed |= any(map(_lists_space, grids.values()))
                 if split and pair.split not in ("", split):
                     raise ValueError(f"its split is {pair.split!r}, but the file is of the {split} split")
                 pairs.append(pair._replace(split=split or pair.split))
@@ -157,7 +160,12 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str]) -> tuple[list[Pa
             raise ValueError(
                 f"{without[0]}: no {field}, but other pairs have one. Set it for all pairs or for none."
             )
-    return _without_separators(pairs), sorted(map(printable, others))
+    return pairs if is_space_listed else _without_separators(pairs), sorted(map(printable, others))
+
+
+def _lists_space(grid: list | str) -> bool:
+    # In a list of symbols, a space is a symbol.
+    return isinstance(grid, list) and any(isinstance(row, list) and " " in row for row in grid)
 
 
 def _without_separators(pairs: list[Pair]) -> list[Pair]:
@@ -215,7 +223,7 @@ def _parse_grid(grid: Any, field: str) -> Cells:
     if len(grid) + sum(len(row) for row in grid if isinstance(row, (list, str))) > _MOST_CELLS:
         raise ValueError(f"the {field} has more than {_MOST_CELLS:,} cells")
     if grid and not any(isinstance(row, (list, str)) for row in grid):
-        grid = [grid]  # a flat list is a sequence
+        grid = [grid]  # a flat list of integers is a sequence
     rows = []
     for row_number, row in enumerate(grid, 1):
         if not isinstance(row, (list, str)):
@@ -293,14 +301,19 @@ def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
         book = openpyxl.load_workbook(opened, read_only=True, data_only=True)
         if others := book.sheetnames[1:]:
             print(f"{path}: sheets not used: {', '.join(map(printable, others))}")
-        rows = enumerate(book.worksheets[0].iter_rows(values_only=True), 1)
+        sheet = book.worksheets[0]
+        sheet.reset_dimensions()  # the size in the file may be wrong; without it, rows end at their last cell
+        rows = enumerate(sheet.iter_rows(values_only=True), 1)
         header = next(rows, (1, ()))[1]
         names = {column: str(name) for column, name in enumerate(header) if name is not None}
         if len({*names.values()}) < len(names):
             raise ValueError("two columns have the same name")
         for line, row in rows:
+            if line > _MOST_ROWS:  # the number of a row is free, and a file of any size may have a huge one
+                raise ValueError(f"it has a row after row {_MOST_ROWS:,}, the last row of a sheet")
             if any(cell is not None for cell in row):
-                yield line, {name: _text_of(row[at], f"{path}:{line}") for at, name in names.items()}
+                cells = {name: row[at] if at < len(row) else None for at, name in names.items()}
+                yield line, {name: _text_of(cell, f"{path}:{line}") for name, cell in cells.items()}
 
 
 @contextlib.contextmanager

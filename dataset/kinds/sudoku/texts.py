@@ -21,7 +21,7 @@ _SIZES = {rows * columns for rows, columns in BOXES.values()}
 _LEAST_CELLS = 36  # of a text that is a whole grid: fewer may be a row
 _FRAME = re.compile(r"[-+=|*\s]*")  # between the boxes of a drawing
 _BETWEEN = re.compile(r"[\s,;:|]+")
-_TITLE = re.compile(r"(?:grid|puzzle|sudoku|board|game|no)\W*\d*\W*", re.IGNORECASE)
+_TITLE = re.compile(r"(?:grid|puzzle|sudoku|board|game|no)\W*(?:\d+\W*)?", re.IGNORECASE)
 
 
 class GridText(NamedTuple):
