@@ -253,8 +253,10 @@ def _follow_link(path: Path) -> Path:
     # Results go into the run folder of a link's target. A link to a file is kept if the name of the target
     # has no step (example: a file in the cache of the Hub), or if the folder of the link contains the config.
     target = path.resolve() if path.is_symlink() else path
+    if target.is_dir():
+        return target
     has_config = any(path.with_name(name).is_file() for name in PUBLISHED_CONFIGS)
-    return target if target.is_dir() or (step_of(target) is not None and not has_config) else path
+    return target if step_of(target) is not None and not has_config else path
 
 
 def _by_hand(address: Address) -> str:
