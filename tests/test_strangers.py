@@ -113,6 +113,17 @@ def test_sizes_are_compared_before_there_is_memory_for_them(tmp_path):
         load_trained_model(find_checkpoint(folder), metadata)
 
 
+@pytest.mark.parametrize("more", ["", "plugins: [mine.py]"])
+@pytest.mark.parametrize("name", ["[hrm]", "{hrm: 1}", "1"])
+def test_a_name_of_a_model_that_is_no_text_is_refused(tmp_path, name, more):
+    folder = tmp_path / "step_1"
+    folder.mkdir()
+    save_section({"weight": torch.zeros(1)}, folder, "weights")
+    write_text(folder / "config.yaml", f"arch: {{name: {name}}}\n{more}\n")
+    with pytest.raises(ValueError, match=f"^{folder}/config.yaml: .*(arch.name=|plugin)"):
+        find_checkpoint(folder)
+
+
 def test_no_code_of_a_terminal_is_shown(tmp_path, capsys):
     log.info(f"{_CODES}\n\tnext")
     log.warning(_CODES)
