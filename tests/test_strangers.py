@@ -1,6 +1,7 @@
 """Files and words of strangers: none costs more than its size, leaves its line, or is written through."""
 
 import gzip
+import hashlib
 import json
 import shutil
 import sqlite3
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing.files import read_state
+from checkpointing.files import manifest_text, read_state
 from checkpointing.finding import SHIPPED, find_checkpoint
 from checkpointing.loading import load_trained_model, load_weights
 from checkpointing.tensors import find_files, load_joined
@@ -122,6 +123,36 @@ def test_a_name_of_a_model_that_is_no_text_is_refused(tmp_path, name, more):
     write_text(folder / "config.yaml", f"arch: {{name: {name}}}\n{more}\n")
     with pytest.raises(ValueError, match=f"^{folder}/config.yaml: .*(arch.name=|plugin)"):
         find_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": None}, "step=None should be"),
+        ({"step": -1}, "step=-1 should be"),
+        ({"metrics": []}, "metrics has no steps_summed"),
+        ({"metrics": [{}]}, "metrics has no steps_summed"),
+        ({"metrics": [{"steps_summed": 1, "loss": "x"}]}, "metrics[0]='x' should be"),
+        ({"best": 7}, "best=7 should be"),
+        ({"dataset_fingerprint": None}, "dataset_fingerprint=None should be"),
+        (None, "key 'step' is missing"),
+    ],
+)
+def test_a_state_from_which_no_run_can_continue_is_refused(tmp_path, capsys, changes, message):
+    run = tmp_path / "run"
+    save(run, 5).close()
+    path = run / "step_5" / "state.json"
+    state = {} if changes is None else json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(state))
+    files = json.loads((run / "step_5" / "manifest.json").read_text())["files"]
+    content = path.read_bytes()
+    files["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (run / "step_5" / "manifest.json").write_text(manifest_text(files))
+    with pytest.raises(SystemExit):
+        resume(run)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}: ")
+    assert message in line
 
 
 def test_no_code_of_a_terminal_is_shown(tmp_path, capsys):
