@@ -253,8 +253,10 @@ def _follow_link(path: Path) -> Path:
     # Results go into the run folder of a link's target. A link to a file is kept if the name of the target
     # has no step (example: a file in the cache of the Hub), or if the folder of the link contains the config.
     target = path.resolve() if path.is_symlink() else path
+    if target.is_dir():
+        return target
     has_config = any(path.with_name(name).is_file() for name in PUBLISHED_CONFIGS)
-    return target if target.is_dir() or (step_of(target) is not None and not has_config) else path
+    return target if step_of(target) is not None and not has_config else path
 
 
 def _by_hand(address: Address) -> str:
@@ -310,7 +312,7 @@ def _read_shared(path: Path) -> Checkpoint:
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
-    if named and isinstance(arch, dict) and arch.get("name") not in architectures():
+    if named and isinstance(arch, dict) and str(arch.get("name")) not in architectures():
         raise ValueError(
             f"{path}: the model {arch.get('name')!r} is defined by a plugin. If you trust the plugin, add "
             f"plugins={named}."

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distributed.shards import Shard, Span, Spans, Tensors, tensor_of
@@ -80,7 +80,7 @@ def load_into_(
     casts: Names of tensors that may be stored in another floating-point dtype. Their values are converted.
 
     Returns False if an optional section is missing, otherwise True. Raises ValueError if names, shapes or
-    dtypes differ, or if files are missing.
+    dtypes differ, or if files are missing or damaged.
     """
     if not targets or (is_optional and not find_files(folder, section)):
         return not targets
@@ -111,8 +111,8 @@ def load_into_(
 def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
     """Returns {name: full tensor} of one group of tensors in a checkpoint.
 
-    Joins the shards of all ranks that saved the checkpoint. Raises ValueError if files are missing, and
-    OSError or SafetensorError if a file cannot be read.
+    Joins the shards of all ranks that saved the checkpoint. Raises ValueError if files are missing or
+    damaged.
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, section):
@@ -198,9 +198,11 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
     found: dict[str, list[Span]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
-        with open_regular(path), safe_open(path, framework="pt") as file:
+        with open_regular(path), _open(path) as file:
             metadata = file.metadata() or {}
             shards = parse_json(metadata.get(SHARDS, "{}"), where=f"{path}: {SHARDS}")
+            if not isinstance(shards, dict):
+                raise ValueError(f"{path}: {SHARDS} is not a JSON object. Use another checkpoint.")
             for key in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                 shape, spans, is_by_rank = tuple(file.get_slice(key).get_shape()), None, False
                 num_stored = math.prod(shape)
@@ -218,6 +220,13 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
             raise ValueError(f"{folder}: the shards of {key} overlap or leave gaps. Use another checkpoint.")
 
 
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
+
+
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
     """Parses and checks the description of a shard in the metadata of its file, an untrusted JSON value.
 
@@ -230,9 +239,13 @@ def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tup
         spans, size = tuple(Span(*span) for span in spans), math.prod(shape)
         are_counts = all(type(count) is int and count >= 0 for count in itertools.chain(shape, *spans))
         is_inside = all(
-            span.start + span.stride * (span.count - 1) + span.length <= size < _MOST for span in spans
+            span.start + span.stride * (span.count - 1) + span.length <= size < _MOST
+            and (span.length or span.count <= 1)  # `num_stored` does not limit the count of empty pieces
+            for span in spans
         )
-        if are_counts and is_inside and sum(span.length * span.count for span in spans) == num_stored:
+        has_all = sum(span.length * span.count for span in spans) == num_stored
+        is_row = not is_by_rank or num_stored == math.prod(shape[1:])
+        if are_counts and is_inside and has_all and is_row:
             return spans, tuple(shape), bool(is_by_rank)
     except (TypeError, ValueError):
         pass

@@ -47,7 +47,7 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
-    if isinstance(arch, dict) and arch.get("name") in architectures():
+    if isinstance(arch, dict) and str(arch.get("name")) in architectures():
         arch = rename_old_keys(arch)
         values = values | {"arch": arch}
         if (FOLDER / "arch" / f"{arch['name']}.yaml").is_file():  # a plugin's model has no such file

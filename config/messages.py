@@ -67,6 +67,7 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
         messages = [mistake["msg"] for mistake in errors if _key(schema, mistake) == key]
         messages = ["a text, in quotes" if "valid string" in text else text for text in messages]
         expected = "be " + " or ".join(message.removeprefix("Input should be ") for message in messages)
+        expected = re.sub("^be (List|String) should ", "", expected)
     return f"{key}={error['input']!r} should {expected}"
 
 

@@ -4,6 +4,7 @@ The meaning and the default of each key are in config/pretrain.yaml. The schemas
 `config.programs`.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -58,8 +59,10 @@ def find_optimizer(name: str) -> Any:
 
 def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
     if epochs is not None and interval is not None and epochs % interval:
-        lower = next(divisor for divisor in range(min(interval, epochs), 0, -1) if epochs % divisor == 0)
-        upper = next((divisor for divisor in range(interval, epochs + 1) if epochs % divisor == 0), lower)
+        small = [divisor for divisor in range(1, math.isqrt(epochs) + 1) if epochs % divisor == 0]
+        divisors = [*small, *(epochs // divisor for divisor in small)]
+        lower = max(divisor for divisor in divisors if divisor < interval)
+        upper = min((divisor for divisor in divisors if divisor > interval), default=lower)
         intervals = " or ".join(map(str, sorted({lower, upper})))
         longer = -(-epochs // interval) * interval
         yield (

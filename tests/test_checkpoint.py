@@ -221,6 +221,14 @@ def test_results_go_into_the_run_that_a_link_leads_to(tmp_path, name, goal):
     assert (checkpoint.run_folder, checkpoint.name) == (tmp_path / "run", "step_1")
 
 
+@pytest.mark.parametrize("folder", ["run", "run/step_1"])
+def test_the_working_folder_is_a_checkpoint(tmp_path, monkeypatch, folder):
+    save(tmp_path / "run", 1).close()
+    monkeypatch.chdir(tmp_path / folder)
+    checkpoint = find_checkpoint(".")
+    assert (checkpoint.run_folder, checkpoint.name) == (tmp_path / "run", "step_1")
+
+
 def test_a_file_in_the_cache_of_the_hub_keeps_its_name(tmp_path):
     (tmp_path / "blobs").mkdir()
     torch.save({}, tmp_path / "blobs" / "0123")

@@ -114,6 +114,7 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, monkeypatch):
         [[30, 13]],
         [[0, 13.0]],
         [[0, 1, 1, 10**12]],
+        [[13, 13], [0, 0, 0, 10**12]],
         [["0", 13]],
         None,
     ],
@@ -131,6 +132,24 @@ def test_slices_that_make_no_whole_are_refused(tmp_path, monkeypatch, spans):
     for read in (load_joined, lambda *where: load_into_(_kept(0, 1), *where)):
         with pytest.raises(ValueError, match="dense"):
             read(tmp_path, _PART)
+
+
+@pytest.mark.parametrize(
+    "shards",
+    ["null", "7", '["own"]', '{"own": [[[0, 3]], [1, 2, 3], true]}', '{"own": [[[0, 3]], [3], true]}'],
+)
+def test_shards_that_nobody_wrote_are_refused(tmp_path, shards):
+    path = tmp_path / f"{_PART}_0_of_1.safetensors"
+    save_file({"own": torch.zeros(3)}, path, metadata={"shards": shards})
+    with pytest.raises(ValueError, match=f"^{path}: .*Use another checkpoint.$"):
+        load_into_({"own": torch.zeros(2, 3)}, tmp_path, _PART)
+
+
+def test_a_file_that_contains_no_tensors_is_refused(tmp_path):
+    path = tmp_path / f"{_PART}.safetensors"
+    path.write_bytes(b"no tensors" * 10)
+    with pytest.raises(ValueError, match=f"^{path} cannot be read"):
+        load_into_({"own": torch.zeros(2, 3)}, tmp_path, _PART)
 
 
 def test_what_each_rank_has_becomes_one_and_one_what_each_has(tmp_path, monkeypatch):

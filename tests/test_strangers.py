@@ -1,6 +1,7 @@
 """Files and words of strangers: none costs more than its size, leaves its line, or is written through."""
 
 import gzip
+import hashlib
 import json
 import shutil
 import sqlite3
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing.files import read_state
+from checkpointing.files import manifest_text, read_state
 from checkpointing.finding import SHIPPED, find_checkpoint
 from checkpointing.loading import load_trained_model, load_weights
 from checkpointing.tensors import find_files, load_joined
@@ -123,6 +124,47 @@ def test_sizes_are_compared_before_there_is_memory_for_them(tmp_path):
     metadata = usual_metadata(vocab_size=12, seq_len=81, num_puzzle_identifiers=1)
     with pytest.raises(ValueError, match="weights do not match the config"):
         load_trained_model(find_checkpoint(folder), metadata)
+
+
+@pytest.mark.parametrize("more", ["", "plugins: [mine.py]"])
+@pytest.mark.parametrize("name", ["[hrm]", "{hrm: 1}", "1"])
+def test_a_name_of_a_model_that_is_no_text_is_refused(tmp_path, name, more):
+    folder = tmp_path / "step_1"
+    folder.mkdir()
+    save_section({"weight": torch.zeros(1)}, folder, "weights")
+    write_text(folder / "config.yaml", f"arch: {{name: {name}}}\n{more}\n")
+    with pytest.raises(ValueError, match=f"^{folder}/config.yaml: .*(arch.name=|plugin)"):
+        find_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": None}, "step=None should be"),
+        ({"step": -1}, "step=-1 should be"),
+        ({"metrics": []}, "metrics has no steps_summed"),
+        ({"metrics": [{}]}, "metrics has no steps_summed"),
+        ({"metrics": [{"steps_summed": 1, "loss": "x"}]}, "metrics[0]='x' should be"),
+        ({"best": 7}, "best=7 should be"),
+        ({"dataset_fingerprint": None}, "dataset_fingerprint=None should be"),
+        (None, "key 'step' is missing"),
+    ],
+)
+def test_a_state_from_which_no_run_can_continue_is_refused(tmp_path, capsys, changes, message):
+    run = tmp_path / "run"
+    save(run, 5).close()
+    path = run / "step_5" / "state.json"
+    state = {} if changes is None else json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(state))
+    files = json.loads((run / "step_5" / "manifest.json").read_text())["files"]
+    content = path.read_bytes()
+    files["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (run / "step_5" / "manifest.json").write_text(manifest_text(files))
+    with pytest.raises(SystemExit):
+        resume(run)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}: ")
+    assert message in line
 
 
 def test_no_code_of_a_terminal_is_shown(tmp_path, capsys):

@@ -9,7 +9,8 @@ from config.schema import PretrainConfig
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.world import is_main
-from evaluation.metric_tables import is_count, metrics_by_set
+from evaluation.metric_tables import is_count, is_number, metrics_by_set
+from runtime.metrics_file import is_step
 
 _PASSES = ("eval", "eval_raw", "validation")
 
@@ -167,7 +168,8 @@ class BestStep:
         if self._selection is None:
             return
         known = {"metric": self._selection.metric, "selected_by": self._selection.selected_by}
-        if saved and known.items() <= saved.items():
+        is_known = saved is not None and known.items() <= saved.items()
+        if is_known and is_step(saved.get("step")) and is_number(saved.get("value")):
             self._values[saved["step"]] = saved["value"]
         for row in rows:
             if (value := self._selection.value(row)) is not None:

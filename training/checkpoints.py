@@ -35,12 +35,13 @@ size and hash of each file. Reading it does not unpickle or execute anything.
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from checkpointing.files import (
     CONFIG_FILE,
@@ -51,8 +52,9 @@ from checkpointing.files import (
     remove_unfinished,
 )
 from checkpointing.writer import CheckpointWriter
+from config.architecture import Strict
 from config.files import config_to_yaml
-from config.schema import PretrainConfig
+from config.schema import PretrainConfig, validate_config
 from dataset.equal import Trained
 from dataset.metadata import Dataset
 from distributed import log
@@ -94,6 +96,19 @@ def open_checkpoints(config: PretrainConfig, data: "RunData") -> "CheckpointMana
         trained_on=data.trained_on,
         dataset=data.dataset,
     )
+
+
+class _Saved(Strict):
+    """The entries of state.json that a run needs to continue, and their types."""
+
+    step: Annotated[int, Field(ge=0, lt=2**53)]
+    metrics: list[dict[str, float]]
+    best: dict[str, Any] | None
+    dataset_fingerprint: str
+
+    def mistakes(self) -> Iterator[str]:
+        if not self.metrics or "steps_summed" not in self.metrics[0]:
+            yield "metrics has no steps_summed"
 
 
 class CheckpointManager:
@@ -240,6 +255,11 @@ class CheckpointManager:
         return broadcast_object(is_logged) or state.step == 0
 
     def _check(self, chosen: Path, content: dict[str, Any]) -> None:
+        needed = {key: content[key] for key in _Saved.model_fields if key in content}
+        try:
+            validate_config(_Saved, needed, where=str(chosen / STATE_FILE))
+        except ValueError as error:
+            raise ValueError(f"{error}. Choose another checkpoint.") from None
         if content["dataset_fingerprint"] != self._described["dataset_fingerprint"]:
             other = f"{chosen} was trained on another dataset than data_path"
             raise ValueError(f"{other}. Choose another run_name.")
