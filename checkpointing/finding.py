@@ -310,7 +310,7 @@ def _read_shared(path: Path) -> Checkpoint:
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
-    if named and isinstance(arch, dict) and arch.get("name") not in architectures():
+    if named and isinstance(arch, dict) and arch.get("name") not in list(architectures()):
         raise ValueError(
             f"{path}: the model {arch.get('name')!r} is defined by a plugin. If you trust the plugin, add "
             f"plugins={named}."

@@ -47,7 +47,8 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
-    if isinstance(arch, dict) and arch.get("name") in architectures():
+    # A list, because a name that is not a text may have no hash.
+    if isinstance(arch, dict) and arch.get("name") in list(architectures()):
         arch = rename_old_keys(arch)
         values = values | {"arch": arch}
         if (FOLDER / "arch" / f"{arch['name']}.yaml").is_file():  # a plugin's model has no such file
@@ -77,7 +78,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Converts a nested dict to a flat one: {"arch": {"loss": 1}} becomes {"arch.loss": 1}."""
     flat = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

@@ -33,6 +33,7 @@ from share.card import _build_command, _plain
 from tests.checkpoints import resume, save
 from tests.puzzle_sets import write as make_dataset
 from tests.ranks import REPOSITORY
+from training.run_config import describe_changes
 from training.run_folder import is_in_use, lock_folder, record_start, write_status
 from tuning.space import read_space
 from tuning.study import Study
@@ -111,6 +112,18 @@ def test_sizes_are_compared_before_there_is_memory_for_them(tmp_path):
     metadata = usual_metadata(vocab_size=12, seq_len=81, num_puzzle_identifiers=1)
     with pytest.raises(ValueError, match="weights do not match the config"):
         load_trained_model(find_checkpoint(folder), metadata)
+
+
+@pytest.mark.parametrize("odd", [{1: 2}, {"arch": {"name": []}}, {"arch": {"name": [1]}, "plugins": ["x"]}])
+def test_a_stored_config_of_odd_values_is_one_line(tmp_path, odd):
+    config = compose_overrides(PretrainConfig, ["data_path=x"])
+    assert describe_changes(odd, config)
+    shutil.copytree(SHIPPED / "demo", tmp_path / "demo")
+    values = json.loads((tmp_path / "demo" / "config.json").read_text())
+    (tmp_path / "demo" / "config.json").write_text(json.dumps(values | {"run": odd}))
+    with pytest.raises(ValueError, match=r"config\.json: ") as refused:
+        find_checkpoint(tmp_path / "demo")
+    assert "\n" not in str(refused.value)
 
 
 def test_no_code_of_a_terminal_is_shown(tmp_path, capsys):
