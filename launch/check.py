@@ -36,6 +36,7 @@ from distributed.world import is_main, rank, world_size
 from launch import links
 from launch.rates import RATES, Rates, measure_rates
 
+_MOST_SECONDS = 10**6
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
 
 
@@ -49,8 +50,8 @@ def main() -> None:
     out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # only rank 0 prints
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         options = parser.parse_args()
-        if options.timeout <= 0:
-            parser.error(f"--timeout {options.timeout:g} must be greater than 0")
+        if not 0 < options.timeout <= _MOST_SECONDS:
+            parser.error(f"--timeout {options.timeout:g} must be greater than 0 and at most {_MOST_SECONDS}")
     with local_errors():
         world.read_launcher()
     log.info(describe_process())
