@@ -41,6 +41,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO
 
 
 def main() -> None:
+    with local_errors():
+        world.read_launcher()
     parser = argparse.ArgumentParser(prog="python -m launch.check", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo"])
@@ -52,8 +54,6 @@ def main() -> None:
         options = parser.parse_args()
         if not 0 < options.timeout <= _MOST_SECONDS:
             parser.error(f"--timeout {options.timeout:g} must be greater than 0 and at most {_MOST_SECONDS}")
-    with local_errors():
-        world.read_launcher()
     log.info(describe_process())
     with local_errors():
         if world_size() > 1:

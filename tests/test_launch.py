@@ -146,6 +146,14 @@ def test_nodes_and_local_ranks_are_counted_where_no_torchrun_says_them():
             {"OMPI_COMM_WORLD_SIZE": "2"},
             "mpirun started 2 processes, but WORLD_SIZE is not set. Start one torchrun",
         ),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not an integer from 1 to"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not an integer from 1 to"),
+        ({"RANK": "x"}, "RANK='x' is not an integer from 0 to"),
+        ({"RANK": "1"}, "RANK='1' is not an integer from 0 to 0. Correct it, or use torchrun."),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "65536"},
+            "MASTER_PORT='65536' is not an integer from 1 to 65535.",
+        ),
         (
             {"WORLD_SIZE": "2", "RANK": "0"},
             "WORLD_SIZE=2 needs MASTER_ADDR, MASTER_PORT. Set them, or use torchrun.",
@@ -168,9 +176,10 @@ def test_a_launcher_without_torchrun_is_right_or_one_line(monkeypatch, capsys, e
     with socket.create_server(("", 0)) as taken:
         for name, value in environment.items():
             monkeypatch.setenv(name, value.replace("taken", str(taken.getsockname()[1])))
-        with pytest.raises(SystemExit), launch.launch(PretrainConfig, lambda: None):
+        with pytest.raises(SystemExit) as ended, launch.launch(PretrainConfig, lambda: None):
             pass
-    (told,) = capsys.readouterr().err.splitlines()
+    printed = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
+    (told,) = printed.splitlines()
     assert line in told
 
 
