@@ -1,10 +1,13 @@
 """The start of the programs: ranks wait for each other, and freed memory is kept."""
 
 import contextlib
+import errno
 import io
 import os
 import platform
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -207,6 +210,32 @@ def test_more_threads_than_cores_are_told(monkeypatch, capsys, threads, is_told)
     monkeypatch.setattr(launch, "num_cores", lambda: 4)
     launch._warn_of_threads(threads)
     assert ("4 processes with 3 threads each share only 4 cores" in capsys.readouterr().err) == is_told
+
+
+def _look_for_the_folder(folder: Path) -> tuple[str | None, str]:
+    """On two nodes; the second one may not read the folder."""
+    os.environ["GROUP_WORLD_SIZE"] = "2"
+    stat, error = os.stat, None
+
+    def fail(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{folder}/.start_"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stat(path, **options)
+
+    os.stat = fail if rank() == 1 else stat
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            launch.check_folder_is_shared(folder)
+        except BaseException as raised:
+            error = type(raised).__name__
+    return error, stderr.getvalue()
+
+
+def test_a_run_folder_that_one_node_cannot_read_ends_all(tmp_path):
+    first, second = run_ranks(_look_for_the_folder, 2, tmp_path)
+    assert first[1].startswith(f"error: rank 0's run folder {tmp_path} is not visible on rank 1 (")
+    assert (first[0], second) == ("SystemExit", ("SystemExit", ""))
+    assert list(tmp_path.iterdir()) == []
 
 
 _KEEPS = """
