@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -251,6 +252,14 @@ def test_a_host_is_no_option_and_no_command(host):
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 2
     assert "is not a host name or USER@HOST" in finished.stderr
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "29400x", "9" * 30])
+def test_a_port_is_a_number(port):
+    command = ["bash", REPOSITORY / "launch" / "hosts.sh", "--print", "node1,node2", "pretrain.py", "x"]
+    finished = subprocess.run(command, env=os.environ | {"PORT": port}, capture_output=True, text=True)
+    refused = f"error: PORT={port} is not an integer from 1 to 65535. Set another one.\n"
+    assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", refused)
 
 
 def test_the_page_asks_nobody_and_the_image_is_no_root():
