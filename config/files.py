@@ -77,7 +77,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Converts a nested dict to a flat one: {"arch": {"loss": 1}} becomes {"arch.loss": 1}."""
     flat = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

@@ -28,6 +28,7 @@ from config.schema import (
     Seed,
     Several,
     Text,
+    Threads,
     Value,
 )
 
@@ -122,7 +123,7 @@ class SolveConfig(_TrainedConfig):
     adapt_steps: Count
     adapt_lr: Rate
     device: Literal["auto", "cpu", "cuda", "mps"]
-    cpu_threads: Auto | PositiveInt
+    cpu_threads: Auto | Threads
 
     def mistakes(self) -> Iterator[str]:
         if self.picture is not None and not self.picture.endswith(".svg"):

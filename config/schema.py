@@ -26,7 +26,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(min_length=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Threads = Annotated[int, Field(gt=0, le=4096)]
 # One value, or a list of them.
 Several = Annotated[
     list[Value],
@@ -77,7 +78,7 @@ class MachineConfig(Strict):
     device: MayChange[Literal["auto", "cpu", "cuda", "mps"]]
     backend: MayChange[Literal["auto", "nccl", "gloo"]]
     compile: MayChange[Auto | bool]
-    cpu_threads: MayChange[Auto | PositiveInt]
+    cpu_threads: MayChange[Auto | Threads]
     deterministic: MayChange[bool]
     init_timeout_seconds: MayChange[Seconds]
     step_timeout_seconds: MayChange[Seconds]
@@ -183,7 +184,7 @@ class PretrainConfig(MachineConfig):
     tensor_parallel_degree: MayChange[PositiveInt]
     data_parallel_shard_degree: MayChange[Auto | Literal[-1] | PositiveInt]
     puzzle_emb_sharding: MayChange[Literal["replicated", "rows"]]
-    bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    bucket_size_mb: MayChange[Auto | Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]]
     sync_dtype: Literal["float32", "bfloat16"]
     local_steps: PositiveInt
     outer_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]

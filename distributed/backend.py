@@ -27,6 +27,7 @@ from distributed.world import (
 # after 10 minutes (NCCL) or 30 minutes (gloo). Here the watchdog ends hung ranks instead, because it knows
 # what each rank is doing.
 _GROUP_TIMEOUT = timedelta(days=1)
+_MOST_THREADS = 2**31  # OpenMP ignores larger values of OMP_NUM_THREADS
 
 
 @contextlib.contextmanager
@@ -194,4 +195,4 @@ def omp_threads_of_the_user() -> int | None:
             return None
         if not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in environment):
             return None
-    return int(chosen) if chosen.isdigit() and int(chosen) > 0 else None
+    return int(chosen) if chosen.isdecimal() and 0 < int(chosen) < _MOST_THREADS else None

@@ -21,7 +21,7 @@ class FailureRecord:
         self._path = path
         self._failure: tuple[float, int] | None = None  # time and step of the failure of an earlier launch
         self._recovery_seconds: float | None = None
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # the file is missing or damaged
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):  # missing or damaged
             record = read_json(path)
             self._failure = float(record["time"]), int(record["step"])
 

@@ -285,7 +285,8 @@ def check_folder_is_shared(folder: Path) -> None:
     token = broadcast_object(token)
     advice = "Share it among all nodes at the same path, for example by NFS (docs/many_machines.md)."
     try:
-        _check_all(token.exists(), f"rank 0's run folder {folder.absolute()} is not visible", advice)
+        # os.path.exists, because Path.exists may raise OSError (no permission, a stale handle of NFS).
+        _check_all(os.path.exists(token), f"rank 0's run folder {folder.absolute()} is not visible", advice)
     finally:
         if is_main():
             token.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ import torch.distributed as dist
 _STORE_TIMEOUT = timedelta(minutes=10)
 _NAME_SECONDS = 30  # time limit for resolving the host name of rank 0
 _FAREWELL = timedelta(minutes=1)  # how long rank 0 waits for others to read the store before it ends
+_MOST_RANKS = 2**20
 # Launchers that do not set WORLD_SIZE: (name, variable with the number of processes, variable with the own
 # number). mpirun may start its processes with srun, so its own variables come first.
 _LAUNCHERS = (
@@ -71,8 +73,10 @@ def read_launcher() -> None:
 
     Call it at the start of a program, before the other functions of this module. Without a launcher, the
     program runs on one rank. Raises ValueError if variables are missing, or if several processes have the
-    same rank.
+    same rank. Exits with status 1 if a number is not valid.
     """
+    _check_number("WORLD_SIZE", range(1, _MOST_RANKS))
+    _check_number("RANK", range(_MOST_RANKS))
     launchers = (entry for entry in _LAUNCHERS if os.environ.get(entry[1], "1") != "1")
     launcher, count_name, rank_name = next(launchers, ("", "", ""))
     count, launcher_rank = os.environ.get(count_name), os.environ.get(rank_name)
@@ -92,6 +96,20 @@ def read_launcher() -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and world_size() > 1:
         raise ValueError(f"WORLD_SIZE={world_size()} needs {', '.join(missing)}. Set them, or use torchrun.")
+    _check_number("RANK", range(world_size()))
+    if world_size() > 1:
+        _check_number("MASTER_PORT", range(1, 2**16))
+
+
+def _check_number(name: str, valid: range) -> None:
+    text = os.environ.get(name, str(valid.start))
+    try:
+        is_valid = int(text) in valid
+    except ValueError:
+        is_valid = False
+    if not is_valid:  # not a ValueError: the log reads RANK and WORLD_SIZE too
+        limits = f"an integer from {valid.start} to {valid.stop - 1}"
+        sys.exit(f"error: {name}={text!r} is not {limits}. Correct it, or use torchrun.")
 
 
 def _set_slurm_variables() -> None:

@@ -36,10 +36,13 @@ from distributed.world import is_main, rank, world_size
 from launch import links
 from launch.rates import RATES, Rates, measure_rates
 
+_MOST_SECONDS = 10**6
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
 
 
 def main() -> None:
+    with local_errors():
+        world.read_launcher()
     parser = argparse.ArgumentParser(prog="python -m launch.check", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo"])
@@ -49,10 +52,8 @@ def main() -> None:
     out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # only rank 0 prints
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         options = parser.parse_args()
-        if options.timeout <= 0:
-            parser.error(f"--timeout {options.timeout:g} must be greater than 0")
-    with local_errors():
-        world.read_launcher()
+        if not 0 < options.timeout <= _MOST_SECONDS:
+            parser.error(f"--timeout {options.timeout:g} must be greater than 0 and at most {_MOST_SECONDS}")
     log.info(describe_process())
     with local_errors():
         if world_size() > 1:

@@ -21,6 +21,8 @@ for host in "${hosts[@]}"; do # other characters could form an option of ssh, or
 done
 here=$(cd "$(dirname "$0")/.." && pwd)
 head=${hosts[0]#*@} port=${PORT:-29400}
+[[ $port =~ ^[1-9][0-9]{0,4}$ ]] && ((port < 65536)) ||
+    { echo "error: PORT=$port is not an integer from 1 to 65535. Set another one." >&2 && exit 2; }
 settings=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 for name in OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
     [ -n "${!name:-}" ] && settings+=("$name=${!name}")

@@ -26,7 +26,7 @@ except ValueError as _error:
 
 
 def _announce() -> None:
-    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "/")  # a notebook has no file
     is_ours = Path(__file__).parents[1] in path.resolve().parents and "tests" not in path.parts
     if is_ours and "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         name = path.parent.name if path.stem == "__main__" else path.stem

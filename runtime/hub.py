@@ -14,6 +14,8 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Literal
 
+from runtime.reading import printable
+
 Say = Callable[[str], None]
 
 _SCHEME = re.compile(r"hf:/+")  # pathlib.Path turns hf://a/b into hf:/a/b
@@ -131,7 +133,7 @@ def download_file(
         if isinstance(cached := client.try_to_load_from_cache(**file), str):
             return Path(cached)
         size = "" if num_bytes is None else f" ({max(num_bytes / 1e6, 0.1):.1f} MB)"
-        say(f"downloading {name} of {pinned.repo}{size}")
+        say(f"downloading {printable(name)} of {pinned.repo}{size}")
         path = Path(client.hf_hub_download(**file))
     _check_digest(path, where=f"{name} of {pinned}")
     return path
@@ -155,7 +157,8 @@ def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int |
     except Exception as error:
         if not _is_out_of_reach(error) or not folder.is_dir():
             raise
-        say(f"{address} cannot be reached ({_reason(error)}). Using the files in the cache.")
+        reason = printable(_reason(error))
+        say(f"{address} cannot be reached ({reason}). Using the files in the cache.")
         paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
         cached = [name for name, path in paths.items() if path.is_file()]
         broken = [name for name, path in paths.items() if path.is_symlink() and not path.exists()]

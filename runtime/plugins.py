@@ -37,7 +37,7 @@ def _import(text: str, path: Path) -> ModuleType:
         what = "a Python file or a folder with an __init__.py"
         other = "its name contains a character that is not a letter, a digit or _"
         raise ValueError(f"plugin {text} is not {what}, or {other}. Check the path.")
-    if name in sys.modules:
+    if any(module.__name__ == name for module in _loaded.values()):
         raise ValueError(f"plugin {text}: another plugin is called {path.stem} too. Rename one of them.")
     folders = [str(path)] if path.is_dir() else None
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)

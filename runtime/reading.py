@@ -177,7 +177,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         value = yaml.load(text, _Loader)
         _check_value(value)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    # PyYAML raises the last three for a value that does not fit its tag, such as `!!bool maybe`.
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
         reason = " ".join(str(error).split())  # YAML's messages have several lines
         raise ValueError(f"{path} is not valid YAML ({reason})") from None
     if not isinstance(value, dict):

@@ -188,6 +188,7 @@ def test_a_rank_that_hangs_or_fails_is_named_and_all_end(tmp_path, spoil, status
     [
         ("--backend=nccl", 1, "error: ranks 0, 1 of 2 could not set up: backend=nccl needs device=cuda"),
         ("--timeout=0", 2, "python -m launch.check: error: --timeout 0"),
+        ("--timeout=inf", 2, "python -m launch.check: error: --timeout inf"),
     ],
 )
 def test_mistakes_are_printed_once(tmp_path, argument, status, text):

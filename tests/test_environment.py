@@ -57,6 +57,7 @@ def test_what_a_stream_cannot_encode_is_an_escape(environment):
     ],
 )
 def test_a_program_prints_a_line_on_stderr_before_torch_loads(monkeypatch, capsys, path, rank, expected):
+    monkeypatch.chdir(REPOSITORY / "docs")  # a notebook may run there
     main = types.SimpleNamespace(__file__=None if path is None else str(REPOSITORY / path))
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.delitem(sys.modules, "torch", raising=False)

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from checkpointing.finding import find_checkpoint
 from dataset.build import build_dataset
 from dataset.build.sources import find_source_files
+from runtime import hub
 from runtime.hub import Address, download
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import Finished, run_program, run_ranks
@@ -66,6 +68,15 @@ def test_files_are_downloaded_once_and_only_those_that_are_needed(server, files,
     again = _build(tmp_path / "newer", f"{_HERE}@{newer}", **environment)
     assert server.downloads() == ["train.csv"], "the other file is in the cache"
     assert "train: 39 puzzles" in again.stdout
+
+
+def test_no_code_of_a_terminal_is_in_the_name_of_a_download(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    client = {"try_to_load_from_cache": lambda **_: None, "hf_hub_download": lambda **_: tmp_path / "file"}
+    monkeypatch.setattr(hub, "import_client", lambda: SimpleNamespace(**client))
+    told: list[str] = []
+    hub.download_file(Address("dataset", "owner/puzzles", "0"), "a\x1b[2J.csv", by_hand="", say=told.append)
+    assert told == [r"downloading a\x1b[2J.csv of owner/puzzles"]
 
 
 def test_what_breaks_is_taken_up_and_what_is_corrupt_is_not_kept(server, files, tmp_path):

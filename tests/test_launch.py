@@ -1,10 +1,13 @@
 """The start of the programs: ranks wait for each other, and freed memory is kept."""
 
 import contextlib
+import errno
 import io
 import os
 import platform
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +149,14 @@ def test_nodes_and_local_ranks_are_counted_where_no_torchrun_says_them():
             {"OMPI_COMM_WORLD_SIZE": "2"},
             "mpirun started 2 processes, but WORLD_SIZE is not set. Start one torchrun",
         ),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not an integer from 1 to"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not an integer from 1 to"),
+        ({"RANK": "x"}, "RANK='x' is not an integer from 0 to"),
+        ({"RANK": "1"}, "RANK='1' is not an integer from 0 to 0. Correct it, or use torchrun."),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "65536"},
+            "MASTER_PORT='65536' is not an integer from 1 to 65535.",
+        ),
         (
             {"WORLD_SIZE": "2", "RANK": "0"},
             "WORLD_SIZE=2 needs MASTER_ADDR, MASTER_PORT. Set them, or use torchrun.",
@@ -168,9 +179,10 @@ def test_a_launcher_without_torchrun_is_right_or_one_line(monkeypatch, capsys, e
     with socket.create_server(("", 0)) as taken:
         for name, value in environment.items():
             monkeypatch.setenv(name, value.replace("taken", str(taken.getsockname()[1])))
-        with pytest.raises(SystemExit), launch.launch(PretrainConfig, lambda: None):
+        with pytest.raises(SystemExit) as ended, launch.launch(PretrainConfig, lambda: None):
             pass
-    (told,) = capsys.readouterr().err.splitlines()
+    printed = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
+    (told,) = printed.splitlines()
     assert line in told
 
 
@@ -198,6 +210,32 @@ def test_more_threads_than_cores_are_told(monkeypatch, capsys, threads, is_told)
     monkeypatch.setattr(launch, "num_cores", lambda: 4)
     launch._warn_of_threads(threads)
     assert ("4 processes with 3 threads each share only 4 cores" in capsys.readouterr().err) == is_told
+
+
+def _look_for_the_folder(folder: Path) -> tuple[str | None, str]:
+    """On two nodes; the second one may not read the folder."""
+    os.environ["GROUP_WORLD_SIZE"] = "2"
+    stat, error = os.stat, None
+
+    def fail(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{folder}/.start_"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stat(path, **options)
+
+    os.stat = fail if rank() == 1 else stat
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            launch.check_folder_is_shared(folder)
+        except BaseException as raised:
+            error = type(raised).__name__
+    return error, stderr.getvalue()
+
+
+def test_a_run_folder_that_one_node_cannot_read_ends_all(tmp_path):
+    first, second = run_ranks(_look_for_the_folder, 2, tmp_path)
+    assert first[1].startswith(f"error: rank 0's run folder {tmp_path} is not visible on rank 1 (")
+    assert (first[0], second) == ("SystemExit", ("SystemExit", ""))
+    assert list(tmp_path.iterdir()) == []
 
 
 _KEEPS = """

@@ -51,6 +51,18 @@ def test_what_is_not_a_plugin(files, message, tmp_path, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_was_no_plugin_may_be_corrected(tmp_path, monkeypatch):
+    """In the same process, as in a notebook."""
+    monkeypatch.chdir(tmp_path)
+    for text, message in (("KINDS = 1", "defines none of"), ("NETWORK = 1  #", "needs both NETWORK and")):
+        Path("one.py").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_plugins(["one.py"])
+    Path("one.py").write_text("KIND = 'corrected'")
+    load_plugins(["one.py"])
+    assert plugins.defined("KIND") == ["corrected"]
+
+
 def test_a_plugin_is_imported_once_and_needs_no_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()

@@ -57,6 +57,8 @@ def test_threads_are_the_users_choice_or_the_cores_over_the_processes(threads):
     assert threads("auto", LOCAL_WORLD_SIZE=str(2 * cores)) == 1
     assert threads("auto", OMP_NUM_THREADS="7") == 7
     assert threads("auto", OMP_NUM_THREADS="1") == 1
+    for ignored in ("0", "many", "\u00b2", "99999999999"):  # by OpenMP too
+        assert threads("auto", OMP_NUM_THREADS=ignored) == cores
 
 
 @pytest.mark.skipif(

@@ -10,6 +10,8 @@ import pytest
 from runtime.reading import parse_json, read_bytes, read_json, read_text, read_yaml
 from runtime.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
 
+_NO_VALUES = ("!!bool maybe", "!!int ''", "!!timestamp soon", "!!map [1]")  # which do not fit their tags
+
 
 @pytest.mark.parametrize(
     ("read", "content", "message"),
@@ -30,6 +32,7 @@ from runtime.writing import open_to_append, remove_unfinished_files, replace_fil
         (read_yaml, b"a: " + b"[" * 20_000, "not valid YAML"),
         (read_yaml, b"? [1, 2]\n: 3\n", "not valid YAML"),
         (read_yaml, b"a: !!python/object/apply:os.system ['echo']", "not valid YAML"),
+        *((read_yaml, f"a: {value}\n".encode(), "not valid YAML") for value in _NO_VALUES),
         (read_yaml, b"- 1\n", "does not contain a config"),
     ],
 )

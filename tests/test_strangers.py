@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -37,6 +38,7 @@ from share.card import _build_command, _plain
 from tests.checkpoints import resume, save
 from tests.puzzle_sets import write as make_dataset
 from tests.ranks import REPOSITORY
+from training.run_config import describe_changes
 from training.run_folder import is_in_use, lock_folder, record_start, write_status
 from tuning.space import read_space
 from tuning.study import Study
@@ -167,6 +169,18 @@ def test_a_state_from_which_no_run_can_continue_is_refused(tmp_path, capsys, cha
     assert message in line
 
 
+@pytest.mark.parametrize("odd", [{1: 2}, {"arch": {"name": []}}, {"arch": {"name": [1]}, "plugins": ["x"]}])
+def test_a_stored_config_of_odd_values_is_one_line(tmp_path, odd):
+    config = compose_overrides(PretrainConfig, ["data_path=x"])
+    assert describe_changes(odd, config)
+    shutil.copytree(SHIPPED / "demo", tmp_path / "demo")
+    values = json.loads((tmp_path / "demo" / "config.json").read_text())
+    (tmp_path / "demo" / "config.json").write_text(json.dumps(values | {"run": odd}))
+    with pytest.raises(ValueError, match=r"config\.json: ") as refused:
+        find_checkpoint(tmp_path / "demo")
+    assert "\n" not in str(refused.value)
+
+
 def test_no_code_of_a_terminal_is_shown(tmp_path, capsys):
     log.info(f"{_CODES}\n\tnext")
     log.warning(_CODES)
@@ -292,6 +306,14 @@ def test_a_host_is_no_option_and_no_command(host):
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 2
     assert "is not a host name or USER@HOST" in finished.stderr
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "29400x", "9" * 30])
+def test_a_port_is_a_number(port):
+    command = ["bash", REPOSITORY / "launch" / "hosts.sh", "--print", "node1,node2", "pretrain.py", "x"]
+    finished = subprocess.run(command, env=os.environ | {"PORT": port}, capture_output=True, text=True)
+    refused = f"error: PORT={port} is not an integer from 1 to 65535. Set another one.\n"
+    assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", refused)
 
 
 def test_the_page_asks_nobody_and_the_image_is_no_root():

@@ -366,7 +366,9 @@ def test_a_failure_is_remembered_until_the_first_step_of_the_next_start(start, t
         assert watchdog.pop_recovery() == {}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"time": null, "step": 1}', None])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"time": null, "step": 1}', '{"time": 1, "step": 1e999}', None]
+)
 def test_a_file_that_is_no_record_is_not_in_the_way(tmp_path, text, capsys):
     path = tmp_path / "heartbeat"
     if text is None:  # it cannot be written or removed either

@@ -40,7 +40,8 @@ How gradients are summed (distributed/sync.py, training/strategy.py)
   The dense weights have no bfloat16 copies.
 - sync=auto: If the ranks are CPU processes of one Linux node, part 6 sums the gradients of the dense weights
   in shared memory. The optimizer state is then sharded by default. With a GPU, several nodes, pipelines,
-  tensor parallelism, train_only, local_steps > 1 or sync_dtype=bfloat16, this is sync=flat.
+  tensor parallelism, train_only, local_steps > 1, sync_dtype=bfloat16, or a data_parallel_shard_degree
+  between 1 and the number of ranks, this is sync=flat.
 - sync_dtype=bfloat16: Values are sent in bfloat16.
 - local_steps=n > 1: Each rank trains alone, as if its slots were the global batch. Parts 3, 4 and 6 sum
   nothing over ranks. Part 8 of every n-th training step, and of the last one of the run, gives all ranks
