@@ -91,6 +91,9 @@ def test_large_sudokus_in_the_symbols_of_public_collections():
         forms.append("".join(f".{letters}"[digit] for digit in question))
         if size == 16:
             forms.append("".join(".0123456789ABCDEF"[digit] for digit in question))
+            solved = "".join("0123456789ABCDEF"[digit - 1] for digit in answer)
+            (puzzle,) = find_kind("sudoku").read_puzzles(f"{forms[-1]},{solved}")
+            assert (puzzle.solution - 1).tolist() == answer
         for form in forms:
             (puzzle,) = find_kind("sudoku").read_puzzles(form)
             assert (puzzle.tokens.astype(int) - 1).tolist() == question, form

@@ -82,13 +82,16 @@ def read_grids(text: str) -> list[GridText]:
         rows = [(number, "".join(_split_cells(line))) for number, line in _without_frames(lines)]
         grids = _join(rows)
     puzzles: list[GridText] = []
+    written = ""  # the last puzzle, as the text has it
     for line_number, cells in grids:
-        (cells,) = in_symbols(cells, num_cells=len(cells))
-        before = puzzles[-1] if puzzles else None
-        if before and before.answer is None and "." in before.cells and _answers(before.cells, cells):
-            puzzles[-1] = before._replace(answer=cells)
-        else:
-            puzzles.append(GridText(line_number, cells))
+        if puzzles and puzzles[-1].answer is None and len(cells) == len(written):
+            # Together, because only the answer may show the notation: 0 is a digit of 0 to F.
+            puzzle, answer = in_symbols(written, cells, num_cells=len(cells))
+            if "." in puzzle and _answers(puzzle, answer):
+                puzzles[-1] = GridText(puzzles[-1].line, puzzle, answer)
+                continue
+        puzzles.append(GridText(line_number, *in_symbols(cells, num_cells=len(cells))))
+        written = cells
     return puzzles
 
 
