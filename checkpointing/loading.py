@@ -54,7 +54,8 @@ def load_trained_model(
     """
     weights = load_weights(checkpoint, raw=raw)
     if rows is not None:
-        weights[PuzzleEmbedding.weights_name] = take_rows(weights[PuzzleEmbedding.weights_name], rows)
+        with architecture_errors(checkpoint):
+            weights[PuzzleEmbedding.weights_name] = take_rows(weights[PuzzleEmbedding.weights_name], rows)
     arch = checkpoint.arch
     if forward_dtype is not None:
         arch = arch.model_copy(update={"forward_dtype": forward_dtype})
@@ -87,7 +88,12 @@ def load_trained_model(
 
 
 def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
-    """Returns rows (int64 [n]) of a table [num_rows, ndim]. Row number -1 gives the mean of all rows."""
+    """Returns rows (int64 [n]) of a table [num_rows, ndim]. Row number -1 gives the mean of all rows.
+
+    Raises ValueError if the table lacks a row.
+    """
+    if rows.max() >= table.shape[0]:
+        raise ValueError(f"identities.npz names more puzzles than there are embeddings: {table.shape[0]}")
     taken = table[torch.from_numpy(rows).clamp(min=0)]
     taken[torch.from_numpy(rows < 0)] = table.double().mean(dim=0).to(table.dtype)
     return taken

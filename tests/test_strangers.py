@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpointing.files import manifest_text, read_state
 from checkpointing.finding import SHIPPED, find_checkpoint
@@ -126,6 +127,20 @@ def test_sizes_are_compared_before_there_is_memory_for_them(tmp_path):
     metadata = usual_metadata(vocab_size=12, seq_len=81, num_puzzle_identifiers=1)
     with pytest.raises(ValueError, match="weights do not match the config"):
         load_trained_model(find_checkpoint(folder), metadata)
+
+
+@pytest.mark.parametrize("num_rows", [None, 10])
+def test_embeddings_that_the_identities_name_may_be_missing(tmp_path, num_rows):
+    folder = shutil.copytree(SHIPPED / "arc_mini", tmp_path / "shared")
+    weights = load_file(folder / "model.safetensors")
+    table = weights.pop("puzzle_emb.weights")
+    save_file(
+        weights | ({"puzzle_emb.weights": table[:num_rows]} if num_rows else {}), folder / "model.safetensors"
+    )
+    checkpoint = find_checkpoint(folder)
+    metadata = DatasetInfo.from_json(checkpoint.dataset_info, where="here").metadata
+    with pytest.raises(ValueError, match="weights do not match the config stored with them"):
+        load_trained_model(checkpoint, metadata, rows=np.arange(len(table)))
 
 
 @pytest.mark.parametrize("more", ["", "plugins: [mine.py]"])
