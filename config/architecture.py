@@ -448,7 +448,10 @@ def _choose_class(values: Any) -> Any:
         raise ValueError("key 'arch.name' is missing")
     name, known = values["name"], architectures()
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"arch.name={name!r} should be one of {', '.join(map(repr, known))}")
+        names = ", ".join(map(repr, known))
+        raise ValueError(
+            f"arch.name={name!r} should be one of {names}. For a model of yours, add plugins=[FILE]."
+        )
     return known[name].model_validate(values)
 
 

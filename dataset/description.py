@@ -213,7 +213,9 @@ class Vocabulary:
             raise ValueError(f"the grid has {rows}x{columns} cells, but {most}")
         index_of = {symbol: index for index, symbol in enumerate(self.symbols)}
         if unknown := [cell for row in grid for cell in row if cell not in index_of]:
-            raise ValueError(f"{unknown[0]!r} is not a symbol of the dataset ({self.list_symbols()})")
+            raise ValueError(
+                f"{unknown[0]!r} is not a symbol of the dataset. Use only {self.list_symbols()}."
+            )
         cells = np.array([[index_of[cell] for cell in row] for row in grid], np.uint8)
         return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
 

@@ -33,10 +33,12 @@ def load_plugins(paths: Sequence[str]) -> None:
 def _import(text: str, path: Path) -> ModuleType:
     file = path / "__init__.py" if path.is_dir() else path
     name = f"plugin_{path.stem}"
+    if not path.exists():
+        raise ValueError(f"plugin {text} does not exist. Check the path.")
     if not file.is_file() or file.suffix != ".py" or not name.isidentifier():
         what = "a Python file or a folder with an __init__.py"
         other = "its name contains a character that is not a letter, a digit or _"
-        raise ValueError(f"plugin {text} is not {what}, or {other}. Check the path.")
+        raise ValueError(f"plugin {text} is not {what}, or {other}. Check the path and the name.")
     if any(module.__name__ == name for module in _loaded.values()):
         raise ValueError(f"plugin {text}: another plugin is called {path.stem} too. Rename one of them.")
     folders = [str(path)] if path.is_dir() else None

@@ -44,7 +44,7 @@ def test_text_to_tokens_and_back(symbols, text, grid):
         ("", "the grid is empty"),
         ("ab a", "the grid is ragged: row 2 has 1 cells, row 1 has 2"),
         ("aaa", "the grid has 1x3 cells, but the dataset has at most 2x2"),
-        ("ax", "'x' is not a symbol of the dataset (a b)"),
+        ("ax", "'x' is not a symbol of the dataset. Use only a b."),
     ],
 )
 def test_text_that_does_not_fit(text, expected):

@@ -27,7 +27,8 @@ _OWN = tuple(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "plugin one.py is not a Python file"),
+        ({}, "plugin one.py does not exist. Check the path."),
+        ({"one.txt": ""}, "plugin one.txt is not a Python file"),
         ({"one.py": "x = (\n"}, r"plugin one.py, line 1: SyntaxError: "),
         (
             {"one.py": "import torch\n\nx = torch.nothing\n"},
@@ -93,7 +94,10 @@ def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
     of_experiment = compose_overrides(PretrainConfig, [*_GRU, "experiment=demo"])
     assert (of_experiment.arch.name, of_experiment.arch.mlp_t) == ("gru", True)
     monkeypatch.setattr(plugins, "_loaded", {})
-    with pytest.raises(ValueError, match=r"arch.name='gru' should be one of 'hrm', .*'ldt'$"):
+    with pytest.raises(
+        ValueError,
+        match=r"arch.name='gru' should be one of 'hrm', .*'ldt'\. For a model of yours, add plugins=",
+    ):
         compose_overrides(PretrainConfig, _GRU[1:])
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -245,3 +247,14 @@ def test_output_folders_that_cannot_be_replaced_are_refused(folder, tmp_path, mo
     assert "is a mount point and cannot be replaced. Choose a folder in it" in refusal(tmp_path / "empty")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     assert refusal(tmp_path / "new" / "data") == f"cannot write into {tmp_path}. Choose another --output-dir."
+
+
+def test_only_a_full_disk_needs_space(tmp_path, monkeypatch):
+    for number, advice in (
+        (errno.EACCES, "Choose another"),
+        (errno.ENOSPC, f"Free space on the disk of {tmp_path}, or choose another"),
+    ):
+        failing = mock.Mock(side_effect=OSError(number, "no"))
+        monkeypatch.setattr(np, "save", failing)
+        with pytest.raises(OSError, match=rf"cannot write {tmp_path}/data \(no\). {advice} --output-dir"):
+            write(tmp_path / "data", **SPLITS)

@@ -93,7 +93,7 @@ def import_package(package: str, *, needed_by: Path | str) -> ModuleType:
 def check_source(source: Path, *files: Path, output_dir: Path) -> None:
     """Raises ValueError if `source` does not exist, or if one of `files` is in `output_dir`."""
     if not source.exists():
-        raise ValueError(f"--source {source} does not exist.")
+        raise ValueError(f"--source {source} does not exist. Check the path.")
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
         raise ValueError(f"{output_dir} contains the source. Choose another --output-dir.")
 

@@ -9,6 +9,7 @@ the old folder back.
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 import shutil
@@ -74,10 +75,9 @@ def write_dataset(
     except OSError as error:
         # On a full disk, numpy raises an error without a number: "80040 requested and 13280 written".
         reason = error.strerror or f"incomplete write, {error}"
-        raise OSError(
-            f"cannot write {folder} ({reason}). Free space on the disk of {destination.parent}, or choose "
-            "another --output-dir."
-        ) from error
+        is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)
+        advice = f"Free space on the disk of {destination.parent}, or choose" if is_full else "Choose"
+        raise OSError(f"cannot write {folder} ({reason}). {advice} another --output-dir.") from error
 
 
 @contextlib.contextmanager
