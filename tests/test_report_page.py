@@ -215,6 +215,14 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
         assert f"lr=0.01 0.900 at {last} {axis}" in part
 
 
+def test_a_log_of_huge_numbers_has_a_report(tmp_path):
+    for value in (1e308, -1e308, 1e100, -1e100):
+        metrics = dict.fromkeys(("train/step_seconds", "train/petaflops", "train/steps"), value)
+        rows = [json.dumps({"step": step, **metrics}) + "\n" for step in (1, 2, 3)]
+        (tmp_path / "metrics.jsonl").write_text("".join(rows))
+        main([str(tmp_path), "--puzzles", "0", "--output", str(tmp_path / "page.html")])
+
+
 def test_a_name_in_a_table_is_not_code_of_latex_or_markdown():
     table = Table(["runs", "solved"], [["\\input{/x} ~^>a_b\n| c", "1.000"]], [{}])
     name = r"\textbackslash{}input\{/x\} \textasciitilde{}\textasciicircum{}$>$a\_b"
