@@ -97,11 +97,13 @@ class RunRecord:
         return (self.curve("train/petaflops")[1] or [None])[-1]
 
     def curve(self, name: str) -> Curve:
-        """Returns (training steps, values) of a metric in the log, without NaN and infinity.
+        """Returns (training steps, values) of a metric in the log.
+
+        Leaves out NaN, infinity, and numbers beyond 1e100 in magnitude.
 
         name: Full name, such as "train/lm_loss".
         """
-        points = [(row["step"], float(row[name])) for row in self.rows if is_number(row.get(name))]
+        points = [(row["step"], float(row[name])) for row in self.rows if _is_drawable(row.get(name))]
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
@@ -112,7 +114,7 @@ class RunRecord:
         total, before, seconds = 0.0, 0, {}
         for row in self.rows:
             step_seconds = row.get("train/step_seconds")
-            total += (row["step"] - before) * step_seconds if is_number(step_seconds) else 0.0
+            total += (row["step"] - before) * step_seconds if _is_drawable(step_seconds) else 0.0
             before = row["step"]
             seconds[row["step"]] = total
         return seconds
@@ -123,6 +125,10 @@ class RunRecord:
         split: First part of the names, such as "eval".
         """
         return list(dict.fromkeys(set_name for row in self.rows for set_name in metrics_by_set(row, split)))
+
+
+def _is_drawable(value: Any) -> bool:
+    return is_number(value) and abs(value) <= 1e100  # sums and axes of larger numbers overflow
 
 
 def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:

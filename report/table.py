@@ -182,7 +182,7 @@ class Table:
     records: list[dict[str, Any]]
 
     def to_markdown(self) -> str:
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in (self.columns, *self.rows)]
+        rows = [list(map(_markdown, row)) for row in (self.columns, *self.rows)]
         widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
         rows.insert(1, ["-" * width for width in widths])
         lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
@@ -298,7 +298,14 @@ def write_table(folders: Sequence[Path], path: Path, *, columns: Sequence[str] |
     write_page(path, formats[path.suffix](table))
 
 
+def _markdown(text: str) -> str:
+    return " ".join(text.splitlines()).replace("|", "\\|")
+
+
+_LATEX = {letter: "\\" + letter for letter in "&%_#${}"}
+_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX |= {"<": "$<$", ">": "$>$"}
+
+
 def _latex(text: str) -> str:
-    for letter in "&%_#${}":
-        text = text.replace(letter, "\\" + letter)
-    return text.replace("<", "$<$")
+    return text.translate(str.maketrans(_LATEX))

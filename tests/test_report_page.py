@@ -28,7 +28,7 @@ from report.charts import duration
 from report.compare import comparison_charts
 from report.page_content import learning_charts
 from report.run import RunRecord, read_run
-from report.table import _OF_OUTPUT, build_table, group_runs, without_repeats
+from report.table import _OF_OUTPUT, Table, build_table, group_runs, without_repeats
 from report.trace import (
     accuracy_after_steps,
     clue_tokens,
@@ -213,6 +213,21 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
         part = page.split(f'data-over="{axis}"')[1].split("data-over")[0]
         assert f"lr=0.001 0.500 at {last} {axis}" in part
         assert f"lr=0.01 0.900 at {last} {axis}" in part
+
+
+def test_a_log_of_huge_numbers_has_a_report(tmp_path):
+    for value in (1e308, -1e308, 1e100, -1e100):
+        metrics = dict.fromkeys(("train/step_seconds", "train/petaflops", "train/steps"), value)
+        rows = [json.dumps({"step": step, **metrics}) + "\n" for step in (1, 2, 3)]
+        (tmp_path / "metrics.jsonl").write_text("".join(rows))
+        main([str(tmp_path), "--puzzles", "0", "--output", str(tmp_path / "page.html")])
+
+
+def test_a_name_in_a_table_is_not_code_of_latex_or_markdown():
+    table = Table(["runs", "solved"], [["\\input{/x} ~^>a_b\n| c", "1.000"]], [{}])
+    name = r"\textbackslash{}input\{/x\} \textasciitilde{}\textasciicircum{}$>$a\_b"
+    assert f"{name}\n| c & 1.000 \\\\\n" in table.to_latex()
+    assert table.to_markdown().splitlines()[2] == "| \\input{/x} ~^>a_b \\| c | 1.000  |"
 
 
 def test_a_table_of_many_differences_still_shows_the_architecture_and_halting(tmp_path, sudoku_folder):

@@ -221,6 +221,23 @@ def test_a_trial_is_not_pruned_at_its_last_evaluation(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_search_killed_before_it_prunes_a_trial_prunes_it_later(tmp_path):
+    space = read_space(["lr=choice(1,2)", "epochs=3", "eval_interval=1"])
+    config = validate_config(SearchConfig, load_defaults("search") | {"study": "s", "startup_trials": 1})
+    study = Study(tmp_path / "s.db", config, space, space.check())
+    good, _ = study.begin()
+    assert not any(study.report(good, [0.8, 0.9, 0.9][:number]) for number in (1, 2, 3))
+    study.optuna.tell(good, 0.9)
+    bad, _ = study.begin()
+    assert [study.report(bad, [0.1]) for _ in range(2)] == [True, False]
+
+    study = Study(tmp_path / "s.db", config, space, space.check())
+    (number,) = study.unfinished()
+    resumed, _ = study.begin(number)
+    assert [study.report(resumed, values) for values in ([], [0.1], [0.1])] == [False, True, False]
+
+
+@pytest.mark.slow
 def test_a_study_keeps_the_number_format_that_it_began_with(tmp_path, monkeypatch):
     """Also a study of e5cd7107, which stored bfloat16. A format that is searched is left to the search."""
     config = validate_config(SearchConfig, load_defaults("search") | {"study": "s", "startup_trials": 1})

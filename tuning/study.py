@@ -57,6 +57,7 @@ class Study:
             self.optuna.get_trials()
             known = self.optuna.user_attrs
         self._storage = storage
+        self._judged: set[int] = set()  # numbers of the trials that `report` has judged in this process
         self._forward_dtype = self._claim(path, run, known)
         is_open = run.arch.forward_dtype == "auto" and FORMAT_KEY not in space.parameters
         self._format_words = [f"{FORMAT_KEY}={self._forward_dtype}"] if is_open else []
@@ -141,7 +142,12 @@ class Study:
         new = [number for number in range(1, len(values) + 1) if number not in known]
         for number in new:
             trial.report(values[number - 1], number)
-        return bool(new) and len(values) < self.num_evaluations and trial.should_prune()
+        # The search may have been killed before it could prune a trial, so each process decides again.
+        is_new = bool(new) or trial.number not in self._judged
+        if not (values and is_new):
+            return False
+        self._judged.add(trial.number)
+        return len(values) < self.num_evaluations and trial.should_prune()
 
     def best(self) -> FrozenTrial | None:
         """Returns the complete trial with the best score, the earliest of equal ones. None if there is none.
