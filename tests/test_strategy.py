@@ -11,7 +11,7 @@ import torch
 
 from distributed.world import rank
 from models.hrm import HRM
-from tests.checkpoints import begin_training, do_step, replicated_tensors
+from tests.checkpoints import begin_training, do_step, open_checkpoints, replicated_tensors, resume
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import call_each, complete_program, run_ranks, send_signal
 from tests.tiny import OVERRIDES, logged_rows, random_batch, tiny_arch, tiny_config
@@ -173,6 +173,28 @@ def test_exchanges_are_every_few_steps_and_at_the_end():
     assert [next_sync(step, **run) for step in (1, 4, 5, 9, 10, 12)] == [4, 4, 8, 10, 10, 10]
     run["local_steps"] = 1
     assert [synced_steps(step, **run) for step in (1, 2)] == [range(1, 2), range(2, 3)]
+
+
+def test_a_run_that_starts_between_two_exchanges_averages_only_its_own_steps(tmp_path):
+    """`resume=PATH` may add local_steps, or continue after a last exchange that was early."""
+    options = {"ema": _EMA, "compile": False}
+    config, run = tiny_config(**options), tmp_path / "run"
+    state = begin_training(config)
+    for seed in range(6):
+        do_step(state, config, random_batch(_BATCH, seed=seed))
+    with open_checkpoints(run, **options) as checkpoints:
+        checkpoints.save(state)
+    options["local_steps"] = _LOCAL_STEPS
+    config, state = tiny_config(**options), resume(run, **options)
+    state.model.train()
+    with state.averaged():
+        before = {name: value.clone() for name, value in state.model.network.state_dict().items()}
+    first, last = (do_step(state, config, random_batch(_BATCH, seed=seed)) for seed in (6, 7))
+    assert (list(first.averaged_steps), last.averaged_steps) == ([], range(7, 9))
+    averages = state.average.values(step=8) | state.table.average.values(step=8)
+    for name, value in averages.items():
+        weights = state.model.network.state_dict()[name]
+        torch.testing.assert_close(value, _EMA**2 * before[name] + (1 - _EMA**2) * weights, msg=name)
 
 
 _LOCAL = (

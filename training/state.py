@@ -170,7 +170,8 @@ class TrainState:
             if "ema_state" in missing:
                 self.average.reset_to_weights()
                 self.table.average.reset_to_weights()
-            self.strategy.reset_to_weights()  # with local steps: these weights are the result of a merge
+            # With local steps, these weights are the result of a merge.
+            self.strategy.reset_to_weights(step=self.step)
         if "ema_state" in missing:
             log.info(f"{folder} contains no averages (EMA). The averages start as its weights.")
         # The loaded weights are those that the optimizer updates. Copy them to those of the forward pass.
@@ -226,8 +227,9 @@ class TrainState:
         tensors = dict(self.model.network.named_buffers()) | self.sections()["weights"]
         all_ranks().broadcast_([tensor for tensor in tensors.values() if isinstance(tensor, Tensor)])
         self.weights.gather_()
-        for part in (self.average, self.table.average, self.strategy):
-            part.reset_to_weights()
+        self.average.reset_to_weights()
+        self.table.average.reset_to_weights()
+        self.strategy.reset_to_weights(step=0)
 
 
 def build_first_state(

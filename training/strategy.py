@@ -126,8 +126,8 @@ class Strategy:
         """
         raise NotImplementedError
 
-    def reset_to_weights(self) -> None:
-        """Makes `LocalSteps` use the current weights as the previous common weights.
+    def reset_to_weights(self, *, step: int) -> None:
+        """Makes `LocalSteps` use the current weights as the common weights after step `step`.
 
         Call it on all ranks after weights were loaded from a checkpoint.
         """
@@ -185,18 +185,18 @@ class LocalSteps(Strategy):
         self._batch_size, rest = divmod(config.global_batch_size, self._ranks.size)
         assert not rest, "the mean of all weights counts every rank alike"
         self._lr, self._decay = config.outer_lr, config.outer_momentum
-        self._anchor = self._master_weights.clone()
+        self._anchor, self._anchor_step = self._master_weights.clone(), 0
         self._momentum = torch.zeros_like(self._anchor) if self._decay else None
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         return self._sync.micro_batch(is_last=False)
 
     def reduce_gradients(self, *, step: int) -> None:
-        self._table.keep_own(step=synced_steps(step, **self._interval).start)
+        self._table.keep_own(step=self._synced_steps(step).start)
 
     @torch.no_grad()
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
-        steps, flat = synced_steps(step, **self._interval), self._sync.flat
+        steps, flat = self._synced_steps(step), self._sync.flat
         self._weights.scalars.add(grad_norm=grad_norm)
         if not steps:
             self._weights.gather_()
@@ -215,8 +215,15 @@ class LocalSteps(Strategy):
         loss = known["loss"].sum() / (self._batch_size * num_norms)
         return StepResult(steps, loss, known["grad_norm"].sum() / num_norms, known["stop"].sum())
 
-    def reset_to_weights(self) -> None:
+    def reset_to_weights(self, *, step: int) -> None:
         self._anchor.copy_(self._master_weights)
+        self._anchor_step = step
+
+    # As `synced_steps`, without the steps before the loaded checkpoint. With resume=PATH, it may be of any
+    # step, for example if the other run had local_steps=1.
+    def _synced_steps(self, step: int) -> range:
+        steps = synced_steps(step, **self._interval)
+        return range(max(steps.start, self._anchor_step + 1), steps.stop)
 
     @property
     def _master_weights(self) -> Tensor:
