@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from distributed.collectives import Ranks
 from tests.ranks import NUM_THREADS, Finished, complete_program, run_program
-from tests.tiny import OVERRIDES
+from tests.tiny import OVERRIDES, tiny_config
+from training import state
 
 
 @pytest.fixture
@@ -108,3 +111,11 @@ def test_memory_at_its_end_is_one_line_with_what_needs_less(tmp_path, data):
     for part in ("error: out of memory", "192 of its 192 slots", "gradient_accumulation_steps=2"):
         assert part in finished.error_lines[-1]
     assert "in train_step" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize(("num_ranks", "told"), [(2, False), (4, True)])
+def test_ranks_that_need_each_other_have_nothing_to_shard(monkeypatch, num_ranks, told):
+    monkeypatch.setattr(state, "all_ranks", lambda: Ranks(0, num_ranks))
+    advice = state.memory_advice(tiny_config(tensor_parallel_degree=2), torch.device("cuda"))
+    assert ("data_parallel_shard_degree=-1" in advice) == told
+    assert ("puzzle_emb_sharding=rows" in advice) == told

@@ -284,7 +284,9 @@ def build_first_state(
 def memory_advice(config: PretrainConfig, device: torch.device) -> str:
     """Returns a text with the config keys to set if a run is out of memory."""
     num_ranks, parts = all_ranks().size, config.gradient_accumulation_steps
-    num_slots = -(-config.global_batch_size // (num_ranks // config.tensor_parallel_degree))
+    num_shares = num_ranks // config.tensor_parallel_degree  # tensor-parallel ranks have the same slots
+    num_replicas = num_shares // config.pipeline_parallel_degree  # of each block
+    num_slots = -(-config.global_batch_size // num_shares)
     more_parts = [count for count in range(parts + 1, num_slots + 1) if num_slots % count == 0]
     hints = [f"gradient_accumulation_steps={count}" for count in more_parts[:1]]
     if config.activation_checkpointing == "none":
@@ -295,9 +297,11 @@ def memory_advice(config: PretrainConfig, device: torch.device) -> str:
         is_in_memory = device.type == "cpu" and num_nodes() == 1 and config.sync == "auto"
         is_in_memory &= config.sync_dtype == "float32"  # then `auto` is -1 already
         unsharded = (1,) if is_in_memory else ("auto", 1)
-        if config.data_parallel_shard_degree in unsharded and config.train_only == "all":
+        can_shard = num_replicas > 1 and config.train_only == "all"
+        if can_shard and config.data_parallel_shard_degree in unsharded:
             hints.append("data_parallel_shard_degree=-1")
-        if config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
+        can_shard = num_shares > 1 and config.arch.has_puzzle_embeddings
+        if can_shard and config.puzzle_emb_sharding != "rows":
             hints.append("puzzle_emb_sharding=rows")
     at_once = f"each process computes {num_slots // parts} of its {num_slots} slots at once"
     return f"{at_once}. To need less memory, use {', or '.join(hints) or 'a smaller global_batch_size'}."
