@@ -34,7 +34,7 @@ class Selection:
     "test".
 
     keep_best: Name of the metric. "exact_accuracy" means the mean over all sets of a split, weighted by the
-        metric `count` of each set. "eval/all/exact_accuracy" means exactly this value of a row.
+        number of puzzles of each set. "eval/all/exact_accuracy" means exactly this value of a row.
     has_validation: Whether "exact_accuracy" is read from the validation split instead of the test split.
     """
 
@@ -54,7 +54,8 @@ class Selection:
         sets = [metrics for metrics in metrics_by_set(row, self._pass).values() if self.metric in metrics]
         if len(sets) < 2:
             return sets[0][self.metric] if sets else None
-        counts = [metrics[f"{evaluator}{slash}count"] for metrics in sets]
+        # An evaluator of a plugin may have no count.
+        counts = [metrics.get(f"{evaluator}{slash}count", metrics.get("count", 1)) for metrics in sets]
         return sum(metrics[self.metric] * count for metrics, count in zip(sets, counts, strict=True)) / sum(
             counts
         )
