@@ -94,6 +94,17 @@ def test_the_best_value_is_told_and_in_the_checkpoints_and_survives(run):
     assert checkpoints.best.record(4, {name: 0.5}) == {}, "another metric's best says nothing"
 
 
+def test_a_value_in_the_log_that_is_no_number_is_ignored():
+    best = BestStep(tiny_config(keep_best="exact_accuracy"))
+    rows = [
+        {"step": 1, "eval/a/exact_accuracy": "0.9"},
+        {"step": 2, "eval/a/exact_accuracy": None, "eval/b/exact_accuracy": 0.4},
+        {"step": 3, "eval/a/exact_accuracy": 0.5, "eval/b/exact_accuracy": 0.5, "eval/b/count": "x"},
+    ]
+    best.load_state(None, rows)
+    assert best.state() == {"metric": "exact_accuracy", "selected_by": "test", "step": 3, "value": 0.5}
+
+
 def test_an_unknown_metric_is_told_and_without_labels_no_count_is_advised(capsys):
     row = {"eval/all/arc/count": 0, "eval/all/arc/test_inputs": 0, "eval/all/arc/votes": 64}
     best = BestStep(tiny_config(keep_best="exact_accuracy"))

@@ -173,5 +173,6 @@ class BestStep:
         if is_known and is_step(saved.get("step")) and is_number(saved.get("value")):
             self._values[saved["step"]] = saved["value"]
         for row in rows:
-            if (value := self._selection.value(row)) is not None:
+            numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+            if (value := self._selection.value(numbers)) is not None:
                 self._values[row["step"]] = value
