@@ -156,3 +156,15 @@ def test_longer_ways_are_valid():
         "maze/shortest_accuracy": 1 / 3,
         "maze/count": 3,
     }
+
+
+def test_an_undecided_answer_passes_no_check():
+    way = to_tokens(["Soo |  o |  o |  oG"])
+    evaluator = find_kind("maze").build_evaluator(Path("data"), metadata(seq_len=16, vocab_size=6))
+    mazes, ways = np.repeat(to_tokens(["S   |    |    |   G"]), 2, axis=0), np.repeat(way, 2, axis=0)
+    evaluator.add("all", answers(mazes, ways, ways)._replace(is_decided=np.array([True, False])))
+    checks = ("exact", "valid", "shortest")
+    assert metrics_of(evaluator)["all"] == {
+        **{f"maze/{check}_accuracy": 0.5 for check in checks},
+        "maze/count": 2,
+    }

@@ -83,7 +83,8 @@ class RowEvaluator:
     """Computes the fraction of right answers, if each answer can be checked on its own.
 
     An answer passes the check `exact` if all scored cells are right. The function `check` adds other checks,
-    such as `valid`. Examples without labels do not count.
+    such as `valid`. If a search model found no answer, the example passes no check. Examples without
+    labels do not count.
     """
 
     samples_vote, only_answered = False, True
@@ -113,7 +114,10 @@ class RowEvaluator:
     def add(self, set_name: str, answers: Answers) -> None:
         counts = answers.labels != IGNORE_LABEL_ID
         is_exact = ((answers.preds == answers.labels) | ~counts).all(axis=1)
-        checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds), "count": True}
+        checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds)}
+        if answers.is_decided is not None:
+            checks = {check: is_passed & answers.is_decided for check, is_passed in checks.items()}
+        checks["count"] = np.True_
         tasks = answers.puzzle_identifiers if self._tasks else np.zeros_like(answers.puzzle_identifiers)
         has_label, num_tasks = counts.any(axis=1), max(len(self._tasks), 1)
         passed = self._passed.setdefault(set_name, {})
