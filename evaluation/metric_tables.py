@@ -41,11 +41,12 @@ def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
     Puzzles with equal inputs count once, because a confidence interval assumes independent puzzles. Returns 0
     if the number is unknown.
 
-    evaluator: First part of the accuracy's name, such as "sudoku/" for "sudoku/valid_accuracy". "" for an
-    accuracy such as "exact_accuracy".
+    evaluator: Name of the accuracy up to the last slash, such as "unseen/sudoku/" for
+    "unseen/sudoku/valid_accuracy". "" for an accuracy such as "exact_accuracy".
     """
     count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
-    counts_examples = evaluator in ("", "unseen/") or count == num_rows
+    num_examples = values.get("unseen/count" if evaluator.startswith("unseen/") else "count", 0)
+    counts_examples = count == num_examples
     if count and counts_examples and (distinct := values.get("distinct_count")):
         return max(round(distinct * count / num_rows), 1)
     return int(count)

@@ -65,10 +65,12 @@ def test_a_value_is_written_in_one_way(metric, value, text):
 
 
 @pytest.mark.parametrize(
-    ("evaluator", "expected"), [("", 30), ("unseen/", 10), ("sudoku/", 30), ("arc/", 8), ("none/", 0)]
+    ("evaluator", "expected"),
+    [("", 30), ("unseen/", 10), ("sudoku/", 30), ("unseen/sudoku/", 10), ("arc/", 8), ("none/", 0)],
 )
 def test_equal_puzzles_count_once_in_an_interval(evaluator, expected):
     counts = {"count": 300, "distinct_count": 30, "unseen/count": 100, "sudoku/count": 300, "arc/count": 8}
+    counts |= {"unseen/sudoku/count": 100}
     assert independent_count(counts, evaluator) == expected
 
 
