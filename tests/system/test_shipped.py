@@ -20,9 +20,8 @@ from tests.test_shipped import QUICK, SOLVED, check_solved
 def test_the_hardest_sudokus_are_solved(tmp_path):
     """Their search is a matter of chance: the record is 0.975."""
     data = tmp_path / "data"
-    build(
-        data, "--source", REAL_DATA, "--subsample-size", 1, "--num-test", 10
-    )  # 20 take 4 minutes without bfloat16
+    # Ten puzzles take 150 s on one core without bfloat16 instructions.
+    build(data, "--source", REAL_DATA, "--subsample-size", 1, "--num-test", 10)
     words = (f"data_path={data}", "samples=32", "decision_cell=fewest", "device=cpu", "output_dir=out")
     complete_program("evaluate", "checkpoint=sudoku_extreme", *words, folder=tmp_path)
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())["all"]
