@@ -74,7 +74,7 @@ class Metadata:
             known = ", ".join(AUGMENTATIONS)
             yield f"augmentation={self.augmentation!r} is not one of {known}, and no imported plugin adds it"
         if self.augmentation in ("arc", "pairs", "sudoku") and (self.ignore_label_id or 0) >= FIRST_SYMBOL:
-            problem = f"augmentation={self.augmentation} changes it"
+            problem = f"augmentation={self.augmentation} exchanges this token. Use null, 0 or 1."
             yield f"ignore_label_id is {self.ignore_label_id}, but {problem}"
         side = math.isqrt(self.seq_len)
         if self.augmentation in ("square", "sudoku") and side**2 != self.seq_len:

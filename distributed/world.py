@@ -107,7 +107,7 @@ def _check_number(name: str, valid: range) -> None:
         is_valid = int(text) in valid
     except ValueError:
         is_valid = False
-    if not is_valid:  # not a ValueError: the log reads RANK and WORLD_SIZE too
+    if not is_valid:  # sys.exit prints it. The log cannot, because it reads RANK and WORLD_SIZE.
         limits = f"an integer from {valid.start} to {valid.stop - 1}"
         sys.exit(f"error: {name}={text!r} is not {limits}. Correct it, or use torchrun.")
 

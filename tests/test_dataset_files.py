@@ -161,7 +161,10 @@ def test_bad_metadata_is_refused(folder):
         assert field in message, (field, value)
         path.write_text(content)
     change_metadata(folder, augmentation="arc")
-    assert f"ignore_label_id is {IGNORED}, but augmentation=arc changes it" in refusal(folder)
+    assert (
+        f"ignore_label_id is {IGNORED}, but augmentation=arc exchanges this token. Use null, 0 or 1."
+        in refusal(folder)
+    )
     path.write_text(content)
     own = {"symbols": list("abcde"), "num_columns": 2}
     for wrong in ({"symbols": list("abcd")}, {"symbols": list("abcda")}, {"symbols": list("abcd\t")},

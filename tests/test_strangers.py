@@ -7,7 +7,6 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,12 +61,12 @@ def test_what_is_small_on_disk_stays_small(tmp_path):
 
 
 def test_a_long_text_takes_little_time(tmp_path):
-    length, started = 60_000, time.process_time()
+    """Time that grows with the square of the length would exceed the timeout of a test by far."""
+    length = 600_000
     for text in ("(" + " " * length + "x", "[" + "1" * length + "x]"):
         (tmp_path / "p.jsonl").write_text(json.dumps({"input": text, "output": "a"}))
         read_pairs([tmp_path / "p.jsonl"], fields=("input", "output"))
     assert len(read_grids("grid" + "." * length + "x\n" + "." * 81)) == 1
-    assert time.process_time() - started < 2
 
 
 @pytest.fixture(scope="module")

@@ -219,9 +219,12 @@ class LocalSteps(Strategy):
         self._anchor.copy_(self._master_weights)
         self._anchor_step = step
 
-    # As `synced_steps`, without the steps before the loaded checkpoint. With resume=PATH, it may be of any
-    # step, for example if the other run had local_steps=1.
     def _synced_steps(self, step: int) -> range:
+        """Returns the result of `synced_steps` without the steps up to the loaded checkpoint.
+
+        With resume=PATH, a checkpoint may lie between two averages of the weights. Example: the run that
+        saved it had local_steps=1.
+        """
         steps = synced_steps(step, **self._interval)
         return range(max(steps.start, self._anchor_step + 1), steps.stop)
 

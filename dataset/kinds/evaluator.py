@@ -117,7 +117,7 @@ class RowEvaluator:
         checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds)}
         if answers.is_decided is not None:
             checks = {check: is_passed & answers.is_decided for check, is_passed in checks.items()}
-        checks["count"] = np.True_
+        checks["count"] = np.True_  # every example with a label
         tasks = answers.puzzle_identifiers if self._tasks else np.zeros_like(answers.puzzle_identifiers)
         has_label, num_tasks = counts.any(axis=1), max(len(self._tasks), 1)
         passed = self._passed.setdefault(set_name, {})
