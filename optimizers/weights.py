@@ -1,7 +1,8 @@
 """The dense weights of a run: flat buffers, the part that this rank updates, and the optimizers."""
 
+import importlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,21 +20,6 @@ from optimizers.muon import Muon
 # Numbers of each rank that are sent with the gradients, or with the changes of weights: sum of losses,
 # gradient norm (only with local steps), stop request (0 or 1).
 SCALARS = ("loss", "grad_norm", "stop")
-
-
-class AdamW(torch.optim.AdamW):
-    """The fused AdamW of torch (arXiv 1711.05101). Its `state` exists from the start, for checkpoints."""
-
-    def __init__(
-        self, parameters: Iterable[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float
-    ):
-        super().__init__(parameters, lr=lr, betas=(beta1, beta2), weight_decay=weight_decay, fused=True)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter.detach()),
-                "exp_avg_sq": torch.zeros_like(parameter.detach()),
-            }
 
 
 class ParameterGroup(NamedTuple):
@@ -244,13 +230,13 @@ def _groups_of(
         if not names:
             continue
         parts = [tensor_of(flat.owned[name]) for name in names]
-        if (optimizer_class := find_optimizer(config.optimizer)) is not None:
+        if (of_plugin := find_optimizer(config.optimizer)) is not None:
             options = {"lr": config.lr, "weight_decay": weight_decay, **(config.optimizer_options or {})}
-            optimizer = optimizer_class(parts, **options)
-        elif config.optimizer == "adamw":
-            optimizer = AdamW(parts, **adam)
-        else:
+            optimizer = of_plugin(parts, **options)
+        elif config.optimizer in ("adam_atan2", "muon"):
             optimizer = AdamATan2(flat, names, compiler_options=compiler_options, **adam)
+        else:
+            optimizer = importlib.import_module(f"optimizers.{config.optimizer}").OPTIMIZER(parts, **adam)
         yield ParameterGroup(names, optimizer, flat)
     if matrices := tuple(name for name in flat.parameters if name in flat.unsplit):
         parts = {name: tensor_of(flat.owned[name]) for name in matrices}
