@@ -1,6 +1,7 @@
 """Reads and writes configs as plain YAML. Reading them imports and executes nothing."""
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from config.published import rename_old_keys
 from runtime.writing import to_yaml
 
 FOLDER = Path(__file__).parent
+_OTHER_FILE = re.compile(r"^  - (?!_self_)([\w/]+)$", re.MULTILINE)  # in the list `defaults` of a YAML file
 _FORMER_FORMAT = "bfloat16"  # the default of `arch.forward_dtype` before there was `auto`
 
 
@@ -22,7 +24,8 @@ def config_to_yaml(config: pydantic.BaseModel) -> str:
 def load_defaults(name: str) -> dict[str, Any]:
     """Returns the values of the file config/<name>.yaml, for example for "evaluate" or "arch/hrm".
 
-    The values of "pretrain" have no section `arch`, because it depends on the model.
+    Includes the values of the files in its list `defaults`, such as "arch/shared/token". The values of
+    "pretrain" have no section `arch`, because it depends on the model.
     """
     return OmegaConf.to_container(_read_defaults(name), resolve=True)
 
@@ -30,9 +33,21 @@ def load_defaults(name: str) -> dict[str, Any]:
 @functools.cache
 def _read_defaults(name: str) -> DictConfig:
     # Read each file once, because parsing takes 20 ms, and every config needs it.
-    values = OmegaConf.load(FOLDER / f"{name}.yaml")
+    path = FOLDER / f"{name}.yaml"
+    values = OmegaConf.load(path)
     values.pop("defaults", None)
-    return values
+    others = [
+        _read_defaults(path.relative_to(FOLDER).with_suffix("").as_posix()) for path in other_files(path)
+    ]
+    return OmegaConf.merge(*others, values)
+
+
+def other_files(path: Path) -> list[Path]:
+    """Returns the files in the list `defaults` of a YAML file, such as config/arch/shared/loss.yaml.
+
+    Leaves out choices, such as `arch: hrm`.
+    """
+    return [path.parent / f"{name}.yaml" for name in _OTHER_FILE.findall(path.read_text())]
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pydantic
 
 from config.architecture import ArchConfig, architectures
-from config.files import FOLDER, load_defaults
+from config.files import FOLDER, load_defaults, other_files
 from config.published import HINTS
 from config.texts import quoted
 
@@ -256,10 +256,10 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
     """Yields (key, default, comment, heading) for each key of a YAML file with defaults.
 
     The line "lr: 1e-4 # learning rate" gives ("lr", "1e-4", "learning rate", heading). The heading is the
-    last comment line before the key.
+    last comment line before the key. Other keys of the files in its list `defaults` follow.
     """
     sections: list[str] = []
-    heading = ""
+    heading, keys = "", set()
     for line in path.read_text().splitlines()[1:]:
         if line.startswith("# "):
             heading = line[2:]
@@ -268,7 +268,10 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
         del sections[len(found["indent"]) // 2 :]
         sections.append(found["key"])
         if found["value"] and sections[0] not in _NOT_KEYS:
-            yield ".".join(sections), found["value"], found["comment"] or "", heading
+            keys.add(key := ".".join(sections))
+            yield key, found["value"], found["comment"] or "", heading
+    for other in other_files(path):
+        yield from (entry for entry in _entries(other) if entry[0] not in keys)
 
 
 def _keys_of(

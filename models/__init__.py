@@ -14,6 +14,7 @@ models/objective.py         the loss, its divisor, and the metrics (LDT: models/
 models/carry.py             the types State, Reasoning, Prediction, Carry and StepOutput
 models/blocks.py            transformer blocks, from models/layers.py
 config/arch/<name>.yaml     the keys of a model, with their defaults and meanings
+config/arch/shared/         keys that several models have
 """
 
 import importlib
