@@ -4,9 +4,9 @@ A model's class is derived from `ArchConfig`, or from `TokenConfig` if the model
 Most keys have the names that the published code of the model uses.
 
 A class declares only the type and the bounds of each key. The default and the meaning of the key are in
-config/arch/<name>.yaml, or in config/arch/shared/ if several models have the key. If an old checkpoint lacks a
-key, the key gets its default from there, too (`fill_defaults` in config/files.py). So the default of a new key
-must be the behavior before the key.
+config/arch/<name>.yaml. Defaults of keys that several models have are in config/arch/shared/. If an old
+checkpoint lacks a key, the key gets its default from these files, too (`fill_defaults` in config/files.py).
+So the default of a new key must be the behavior before the key.
 """
 
 import math

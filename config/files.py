@@ -27,19 +27,15 @@ def load_defaults(name: str) -> dict[str, Any]:
     Includes the values of the files in its list `defaults`, such as "arch/shared/token". The values of
     "pretrain" have no section `arch`, because it depends on the model.
     """
-    return OmegaConf.to_container(_read_defaults(name), resolve=True)
+    return OmegaConf.to_container(_read_defaults(FOLDER / f"{name}.yaml"), resolve=True)
 
 
 @functools.cache
-def _read_defaults(name: str) -> DictConfig:
+def _read_defaults(path: Path) -> DictConfig:
     # Read each file once, because parsing takes 20 ms, and every config needs it.
-    path = FOLDER / f"{name}.yaml"
     values = OmegaConf.load(path)
     values.pop("defaults", None)
-    others = [
-        _read_defaults(path.relative_to(FOLDER).with_suffix("").as_posix()) for path in other_files(path)
-    ]
-    return OmegaConf.merge(*others, values)
+    return OmegaConf.merge(*map(_read_defaults, other_files(path)), values)
 
 
 def other_files(path: Path) -> list[Path]:
