@@ -239,12 +239,12 @@ def _help_of_key(program: str, key: str) -> list[str]:
         raise ValueError(f"config: unknown key {key!r}. Run --help all for a list of the keys.")
     if len(chosen) > 1 and not all(full_key.startswith(f"{key}.") for full_key in chosen):
         raise ValueError(f"config: several keys end in {key!r}. Choose one: {', '.join(sorted(chosen))}.")
-    lines: list[str] = []
+    texts: dict[tuple[str, ...], list[str]] = {}  # {help lines: names of the files with these lines}
     for file, prefix in files:
         names = [full_key.removeprefix(prefix) for full_key in chosen if full_key.startswith(prefix)]
-        if found := [*_keys_of(file, prefix=prefix, only=names)]:
-            lines += [f"{file.stem}:", *filter(None, found)]
-    return lines
+        if found := tuple(filter(None, _keys_of(file, prefix=prefix, only=names))):
+            texts.setdefault(found, []).append(file.stem)
+    return [line for lines, stems in texts.items() for line in (f"{', '.join(stems)}:", *lines)]
 
 
 def _title(path: Path) -> str:
