@@ -140,7 +140,7 @@ def evaluate_checkpoint(
         options = {"raw": config.raw, "forward_dtype": forward_dtype, "rows": match and match.rows}
         model = load_trained_model(checkpoint, data.metadata, **options).to(device)
         reasoning, settings = set_up(model, config)
-        evaluators.check_rules(settings.selects if settings else ())
+        evaluators.check(settings)
         if is_main():
             measured = _measured(checkpoint, config)
             output_folder = open_output_folder(folder_for(checkpoint, config))

@@ -17,6 +17,7 @@ from distributed import log
 from distributed.collectives import Ranks, gather_objects
 from distributed.errors import collective_errors
 from distributed.world import is_main
+from evaluation.selection import Settings
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
@@ -115,9 +116,15 @@ class Evaluators:
         found = (each.are_valid for each in evaluators if each.are_valid(nothing, nothing) is not None)
         return next(found, None)
 
-    def check_rules(self, selects: Sequence[str]) -> None:
-        for name in self._data.splits["test"].sets if "rules" in selects else ():
-            if self.rules_of(name) is None:
+    def check(self, settings: Settings | None) -> None:
+        """Raises ValueError if the evaluators do not fit the settings of the samples."""
+        for name in self._data.splits["test"].sets if settings is not None else ():
+            if settings.retry_samples is not None and self.needs_all_samples(name):
+                raise ValueError(
+                    f"retry_samples={settings.retry_samples}: an evaluator of set {name!r} needs the same "
+                    "number of samples of every puzzle. Remove retry_samples, or set evaluators=[]."
+                )
+            if "rules" in settings.selects and self.rules_of(name) is None:
                 raise ValueError(
                     f"select=rules: no evaluator can check the answers of set {name!r}. Add one with "
                     "rules, such as evaluators=[sudoku], or choose another select."

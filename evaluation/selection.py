@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from config.programs import Select
+from dataset.kinds.kind import Rules
 from dataset.metadata import IGNORE_LABEL_ID
-from evaluation.evaluators import Rules
 from models.carry import StepOutput
 
 ORACLE = "any"  # not a rule, but the upper bound of all rules: right if any sample is right

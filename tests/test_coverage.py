@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+import evaluate
+from checkpointing.finding import find_checkpoint
 from config.compose import config_with
-from config.programs import SolveConfig
+from config.programs import EvaluateConfig, SolveConfig
 from dataset.build import build_dataset
 from dataset.description import with_candidates
 from dataset.files import open_dataset
@@ -19,6 +21,7 @@ from dataset.kinds.kind import find_kind
 from dataset.loader import read_rows
 from dataset.many_answers import ManyAnswersEvaluator
 from dataset.metadata import Dataset
+from distributed.number_format import Choice
 from evaluation.evaluators import Evaluators
 from evaluation.loop import answer_batches
 from evaluation.passes import evaluate_split
@@ -29,8 +32,8 @@ from evaluation.test_time import build_draw
 from models import HaltingModel
 from models.carry import Reasoning
 from tests.ranks import run_ranks
-from tests.report_runs import searching_model
-from tests.tiny import halting_model
+from tests.report_runs import searching_model, write_run
+from tests.tiny import halting_model, tiny_arch
 
 _SAMPLES, _STEPS, _SEED = 6, 6, 3
 
@@ -124,6 +127,17 @@ def test_labels_and_the_batch_size_change_nothing(folder, tmp_path, name):
 @pytest.mark.parametrize("name", ["ldt", "trm"])
 def test_the_number_of_ranks_changes_nothing(folder, name):
     assert run_ranks(_evaluate, 3, folder, name, 25)[0] == _evaluate(folder, name)
+
+
+def test_a_retry_is_refused_before_results_are_replaced(folder, tmp_path, capsys):
+    run = write_run(tmp_path / "run", folder, arch=tiny_arch("ldt").model_dump())
+    paths = {"checkpoint": str(run), "output_dir": str(tmp_path / "out")}
+    config = config_with(EvaluateConfig, **paths, samples=2, retry_samples=4)
+    arguments = (config, find_checkpoint(run), Choice("float32", "as the test says"), torch.device("cpu"))
+    with pytest.raises(SystemExit):
+        evaluate.evaluate_checkpoint(*arguments)
+    assert "retry_samples=4: an evaluator of set 'all' needs" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_solve_shows_the_different_right_answers(folder):
