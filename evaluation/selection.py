@@ -160,13 +160,14 @@ class Scores:
         self.settings, self._rules, self._is_search = settings, rules, is_search
         self.sums: Counter[ScoreKey] = Counter()
 
-    def add(self, steps: int, attempts: StepOutput) -> np.ndarray:
+    def add(self, steps: int, attempts: StepOutput, *, runs_all: bool = False) -> np.ndarray:
         """Counts the answers to some puzzles after `steps` calls of the model.
 
         Returns the index of the sample that the first selection rule selects for each puzzle, int64
         [puzzles]. -1 means that a search model has no answer.
 
         attempts: Output for all samples of the puzzles, [puzzles * samples, ...], ordered by puzzle.
+        runs_all: Whether all samples of a search run to their end.
         """
         num_samples = self.settings.samples[-1]
 
@@ -199,12 +200,14 @@ class Scores:
                 is_open = chosen < 0
                 answer = samples.take(np.arange(len(chosen)), np.maximum(chosen, 0))
                 valid = self._are_valid(inputs[:, 0], answer.preds)
-                # Samples run side by side, and all stop when the first one halts.
-                until_first = count * np.where(is_open, steps, answer.steps)
+                num_calls = all_calls
+                if by == "first_to_halt" and not (self._is_search and runs_all):
+                    # Samples run side by side, and all stop when the first one halts.
+                    num_calls = count * np.where(is_open, steps, answer.steps)
                 figures = {
                     "exact": _are_exact(answer.preds, labels) & ~is_open,
                     "valid": None if valid is None else valid & ~is_open,
-                    "calls": until_first if by == "first_to_halt" else all_calls,
+                    "calls": num_calls,
                     "undecided": is_open if self._is_search else None,
                 }
                 self._add((steps, count, by), counted, figures)

@@ -289,7 +289,7 @@ def _run_settings(
             # Puzzles whose samples have all made these steps, or have halted.
             if (complete := _pop_complete(waiting[num_steps], num_samples)) is None:
                 continue
-            chosen = scores.add(num_steps, complete)
+            chosen = scores.add(num_steps, complete, runs_all=runs_all)
             if num_steps == settings.steps[-1]:
                 slots = np.arange(len(chosen)) * num_samples + np.maximum(chosen, 0)
                 of_puzzles = torch.from_numpy(slots).to(complete.carry.steps.device)

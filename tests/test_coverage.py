@@ -24,7 +24,7 @@ from dataset.metadata import Dataset
 from distributed.number_format import Choice
 from evaluation.evaluators import Evaluators
 from evaluation.loop import answer_batches
-from evaluation.passes import evaluate_split
+from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import Settings
 from evaluation.solving import answer_puzzle
 from evaluation.terminal import draw_answer
@@ -61,6 +61,17 @@ def _searching(data: Dataset) -> tuple[HaltingModel, Reasoning]:
 
 def _evaluate(folder: Path, name: str, batch_size: int = 84, num_samples: int = _SAMPLES) -> dict[str, float]:
     """Metrics of the evaluator. name: ldt, a search, or trm, whose samples begin with random states."""
+    return _metrics(_evaluate_all(folder, name, batch_size, num_samples))
+
+
+def _metrics(results: dict[str, SetResult]) -> dict[str, float]:
+    metrics = results["all"].metrics if results else {}
+    return {key: value for key, value in metrics.items() if key.startswith("coloring/")}
+
+
+def _evaluate_all(
+    folder: Path, name: str, batch_size: int = 84, num_samples: int = _SAMPLES
+) -> dict[str, SetResult]:
     data = _open(folder)
     if name == "ldt":
         (model, reasoning), select = _searching(data), "first_to_halt"
@@ -69,9 +80,7 @@ def _evaluate(folder: Path, name: str, batch_size: int = 84, num_samples: int = 
         reasoning = dataclasses.replace(model.eval_reasoning("max"), init_noise=1.0)
     settings = None if num_samples == 1 else Settings((_STEPS,), (num_samples,), (select,))
     options = {"evaluators": Evaluators(["coloring"], data), "settings": settings, "seed": _SEED}
-    results = evaluate_split(model, data, global_batch_size=batch_size, reasoning=reasoning, **options)
-    metrics = results["all"].metrics if results else {}
-    return {key: value for key, value in metrics.items() if key.startswith("coloring/")}
+    return evaluate_split(model, data, global_batch_size=batch_size, reasoning=reasoning, **options)
 
 
 @pytest.mark.slow
@@ -80,7 +89,7 @@ def test_every_sample_of_a_search_runs_to_its_end(folder, monkeypatch):
     data = _open(folder)
     (model, reasoning), num = _searching(data), data.splits["test"].sets["all"].num_examples
     draw = build_draw(model.network, reasoning, seed=_SEED, num_samples=_SAMPLES)
-    m, f, first, decided = [], [], 0, []
+    m, f, first, decided, calls = [], [], 0, [], 0
     for row in range(num):
         batch = read_rows(data, "all", np.array([row]))
         right = set()
@@ -91,6 +100,7 @@ def test_every_sample_of_a_search_runs_to_its_end(folder, monkeypatch):
             answer = final.prediction.logits.argmax(-1).numpy().astype(np.uint8)
             is_decided = bool(final.prediction.q_halt > 0)
             decided.append(is_decided)
+            calls += int(final.carry.steps)
             if is_decided and coloring.RULES.are_valid(batch.inputs.numpy(), answer)[0]:
                 right.add(coloring.to_standard(batch.inputs.numpy(), answer).tobytes())
                 first += sample == 0
@@ -102,11 +112,13 @@ def test_every_sample_of_a_search_runs_to_its_end(folder, monkeypatch):
     monkeypatch.setattr(
         ManyAnswersEvaluator, "add", lambda *arguments: (added.append(arguments[2]), add(*arguments))
     )
-    found, (m, f) = _evaluate(folder, "ldt"), np.array([m, f])
+    results, (m, f) = _evaluate_all(folder, "ldt"), np.array([m, f])
+    found = _metrics(results)
     assert sum((answers.is_decided.tolist() for answers in added), []) == decided
     assert found["coloring/coverage_mean"] == pytest.approx((f / m).mean())
     assert found["coloring/coverage_pairs"] == pytest.approx((m * f).sum() / (m**2).sum())
     assert found["coloring/valid_accuracy"] == pytest.approx(first / num)
+    assert results["all"].scores[_STEPS, _SAMPLES, "first_to_halt", "calls"] == calls
     alone = _evaluate(folder, "ldt", num_samples=1)
     assert alone["coloring/coverage_mean_ceiling"] == pytest.approx((1 / m).mean()), "of one sample"
 
