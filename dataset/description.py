@@ -11,7 +11,7 @@ import numpy as np
 import pydantic
 
 from dataset.augmentations import END, FIRST_SYMBOL, PAD, find_augmentation
-from dataset.files import IDENTIFIERS, read_builder
+from dataset.files import IDENTIFIERS, read_builder, splits_with_several_solutions
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.metadata import JOINER, Dataset, Metadata
 from dataset.sets import original_chunks
@@ -84,8 +84,9 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
 def with_candidates(data: Dataset) -> Dataset:
     """Returns a copy of a dataset with more metadata of its training split.
 
-    The model LDT needs them. Reads all training puzzles, without augmented copies. These fields of the
-    metadata are set:
+    The model LDT needs them. Reads all training puzzles, without augmented copies. If some training puzzle of
+    a folder has several right answers, reads all examples of this folder. These fields of the metadata are
+    set:
 
     - `candidates`: input * vocab_size + label for each pair (input token, label) that occurs in a scored
       cell, ascending
@@ -93,9 +94,11 @@ def with_candidates(data: Dataset) -> Dataset:
     - `may_permute`: whether a puzzle stays valid under every permutation of its symbols
     """
     metadata, found = data.metadata, set()
-    for puzzle_set in data.splits["train"].sets.values():
-        for rows, puzzles in original_chunks(puzzle_set):
-            inputs, labels = puzzle_set.read(rows, puzzles)
+    parts = [pair for puzzle_set in data.splits["train"].sets.values() for pair in puzzle_set.parts]
+    for folder, part in parts:
+        has_several = "train" in splits_with_several_solutions(data.folders[folder])
+        for rows, puzzles in part.chunks() if has_several else original_chunks(part):
+            inputs, labels = part.read(rows, puzzles)
             counted = labels != metadata.ignore_label_id
             found.update(np.unique(inputs[counted].astype(np.int64) * metadata.vocab_size + labels[counted]))
     kind = read_info(data.folders, metadata).kind

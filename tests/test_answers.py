@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from dataset.answers import read_answers
 from dataset.description import with_candidates
 from dataset.files import open_dataset
+from dataset.kinds import coloring
 from dataset.loader import PuzzleDataset
 from dataset.metadata import IGNORE_LABEL_ID
 from dataset.plan import Stage, TrainPlan
@@ -171,6 +172,17 @@ def test_an_evaluation_and_a_batch_without_answers_need_none():
     carry = model.blank_carry(2, seq_len=16, device=torch.device("cpu"))
     assert carry.state["answers"].shape == (2, 3, 16)
     assert "answers" not in model.eval().initial_carry(carry.data).state
+
+
+def test_candidates_are_those_of_all_answers(tmp_path):
+    """Every graph has a coloring with two colors, which is its first answer. Other answers use the third."""
+    words = ("--nodes", 8, "--edge-probability", 0.05, "--generate", 30, "--num-test", 4)
+    build_sets("coloring", tmp_path, *words)
+    data = open_dataset(tmp_path, read_everything=False)
+    puzzles = data.splits["train"].sets["all"]
+    assert puzzles.labels[puzzles.group_indices[:-1]].max() == coloring.COLORS[1], "or this proves little"
+    pairs = [divmod(pair, coloring.VOCAB_SIZE) for pair in with_candidates(data).metadata.candidates]
+    assert [label for token, label in pairs if token == coloring.OPEN] == [*coloring.COLORS]
 
 
 def _write_all_grids(folder: Path) -> Path:
