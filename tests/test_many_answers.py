@@ -154,6 +154,10 @@ def test_edges_have_the_wanted_probability():
     ("words", "reason"),
     [
         (["queens", "--size", "3"], "integer from 4 to 10"),
+        (
+            ["queens", "--size", "5", "--num-test", "35"],
+            "--num-test 35 is too large. There are only 34 test inputs.",
+        ),
         (["coloring", "--generate", "5", "--edge-probability", "1"], "is not between 0 and 1"),
         (["coloring", "--generate", "90", "--nodes", "3"], "then no new one. Lower --generate"),
     ],

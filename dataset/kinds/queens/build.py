@@ -44,6 +44,10 @@ def build(options: argparse.Namespace) -> None:
     classes = _orbits(inputs) if options.split == "orbits" else np.arange(len(inputs))
     most_tests = round(_TEST_FRACTION * len(inputs))
     train, test = split_classes(inputs, classes, most_tests=most_tests, seed=options.seed)
+    if (options.num_test or 0) > len(test):
+        raise ValueError(
+            f"--num-test {options.num_test} is too large. There are only {len(test)} test inputs."
+        )
     write_with_answers(options, train, test, kind="queens", rules=RULES, vocab_size=VOCAB_SIZE)
 
 
