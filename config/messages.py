@@ -81,7 +81,8 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
     if "Available options in" in str(error):
         start = next(index for index, line in enumerate(lines) if line.startswith("Available options in"))
         names = lines[start + 1 : lines.index("Config search path:")]
-        return f"{lines[0].rpartition(': ')[2]}. Choose from {', '.join(names)}."
+        hint = "If a folder of yours contains this file, pass --config-dir FOLDER."
+        return f"{lines[0].rpartition(': ')[2]}. Choose from {', '.join(names)}. {hint}"
     if key := getattr(error, "full_key", None):
         return f"{key}: {lines[0]}"
     if merged := re.match(r"Error merging override (.+)", lines[0]):
