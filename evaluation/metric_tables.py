@@ -79,7 +79,7 @@ def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
                 means[metric] = ", ".join(sorted(set(values)))
                 continue
             means[metric], deviation = mean_and_deviation(values)
-            if deviation is not None and not metric.endswith("count"):
+            if deviation is not None and not is_count(metric):
                 means[with_suffix(metric, "deviation")] = deviation
     return summary
 

@@ -114,6 +114,8 @@ def test_a_table_of_the_best_checkpoints_says_who_chose_them():
     corner = {"accuracy@steps=2,samples=1": 0.5, "accuracy_low@steps=2,samples=1": 0.4}
     names = {"accuracy@steps=2,samples=1", "accuracy_deviation@steps=2,samples=1"}
     assert summarize([{"all": corner}, {"all": corner}])["all"].keys() == names
+    counts = [{"all": {"count": 8, "arc/votes": votes, "trained_on": 2}} for votes in (8, 9)]
+    assert summarize(counts)["all"] == {"count": 8, "arc/votes": 8.5, "trained_on": 2}
     mixed = [runs[0], all_metrics({"all": result}, selected_by="validation")]
     assert summarize(mixed)["all"]["selected_by"] == "test, validation"
 
