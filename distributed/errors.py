@@ -18,6 +18,7 @@ from distributed.backend import all_gather_objects
 from distributed.world import is_elastic, is_main, num_nodes, rank
 
 EXIT_FAILURE = 1
+_OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG)  # errors of a path that the user has chosen
 
 
 @contextlib.contextmanager
@@ -29,7 +30,8 @@ def collective_errors() -> Iterator[None]:
     """
     failure = None
     try:
-        yield
+        with path_errors():
+            yield
     except ValueError as error:
         failure = str(error)
     except Exception as error:
@@ -62,10 +64,25 @@ def local_errors() -> Iterator[None]:
     Use it before the process group exists. After that, use `collective_errors`.
     """
     try:
-        yield
+        with path_errors():
+            yield
     except ValueError as error:
         log.error(error, failed_rank=rank())
         raise SystemExit(EXIT_FAILURE) from None
+
+
+@contextlib.contextmanager
+def path_errors() -> Iterator[None]:
+    """Context manager that converts an OSError into a ValueError, if a path is too long or not accessible.
+
+    Other errors pass through.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _OF_PATHS or error.filename is None:
+            raise
+        raise ValueError(f"{error.filename}: {error.strerror}. Choose another path.") from error
 
 
 @contextlib.contextmanager

@@ -33,7 +33,13 @@ from distributed.backend import (
     use_deterministic_algorithms,
 )
 from distributed.collectives import broadcast_object, gather_objects
-from distributed.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
+from distributed.errors import (
+    EXIT_FAILURE,
+    collective_errors,
+    connection_errors,
+    local_errors,
+    path_errors,
+)
 from distributed.number_format import Choice, choose_format
 from distributed.watchdog import Watchdog
 from distributed.world import (
@@ -115,7 +121,8 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
     if is_main():
         text, status, reason = None, EXIT_FAILURE, ""
         try:
-            config = compose()
+            with path_errors():
+                config = compose()
             if config is not None:
                 choose_backend(config.backend, choose_device(config.device))  # so that only rank 0 prints
                 text = config.model_dump_json()

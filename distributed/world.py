@@ -33,23 +33,23 @@ _store_lock = threading.Lock()
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", 0))
+    return _read_number("RANK", 0)
 
 
 def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return _read_number("WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
+    return _read_number("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return _read_number("LOCAL_WORLD_SIZE", 1)
 
 
 def num_nodes() -> int:
-    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    return _read_number("GROUP_WORLD_SIZE", 1)
 
 
 def is_elastic() -> bool:
@@ -110,6 +110,14 @@ def _check_number(name: str, valid: range) -> None:
     if not is_valid:  # sys.exit prints it. The log cannot, because it reads RANK and WORLD_SIZE.
         limits = f"an integer from {valid.start} to {valid.stop - 1}"
         sys.exit(f"error: {name}={text!r} is not {limits}. Correct it, or use torchrun.")
+
+
+def _read_number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:  # solve.py does not call `read_launcher`
+        sys.exit(f"error: {name}={text!r} is not an integer. Correct it, or unset it.")
 
 
 def _set_slurm_variables() -> None:

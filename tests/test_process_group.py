@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distributed.backend import choose_backend, choose_device, set_cpu_threads
 from distributed.errors import collective_errors, connection_errors, local_errors
-from distributed.world import is_elastic, rank, value_of_launch
+from distributed.world import is_elastic, rank, value_of_launch, world_size
 from tests.ranks import REPOSITORY, call_each, run_ranks
 from training.run_config import draw_name
 
@@ -118,6 +118,19 @@ def test_a_rank_that_fails_before_there_is_a_group_says_so(monkeypatch, capsys):
         raise ValueError("no CUDA device\non this node")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "error (rank 3): no CUDA device on this node\n"
+
+
+def test_a_name_that_is_too_long_for_a_path_is_one_line(capsys):
+    with pytest.raises(SystemExit), local_errors():
+        Path("a" * 300).stat()
+    assert capsys.readouterr().err == f"error: {'a' * 300}: File name too long. Choose another path.\n"
+
+
+def test_a_number_of_processes_that_is_no_number_is_one_line(monkeypatch):
+    """solve.py reads it without a process group."""
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(SystemExit, match="error: WORLD_SIZE='two' is not an integer. Correct it, or unset"):
+        world_size()
 
 
 _OF_GLOO = (
