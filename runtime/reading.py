@@ -1,7 +1,8 @@
 """Safe reading of untrusted files: text, JSON, YAML and .npz arrays, with size limits.
 
-Invariant: a JSON or YAML value has at most 64 MiB of text, at most 40 levels, and no repeated key. YAML
-aliases are refused, because with them a small text can make a huge value. Every error is a ValueError of one
+Invariant: a JSON value has at most 64 MiB of text, a YAML value 256 KiB, because its parser is slow. Both
+have at most 40 levels, and no repeated key. YAML aliases are refused, because with them a small text can make
+a huge value. Every error is a ValueError of one
 line that starts with the path.
 """
 
@@ -23,6 +24,7 @@ import numpy as np
 import yaml
 
 MOST_BYTES = 2**26  # size limit of a file that is read at once, and of a line
+_MOST_YAML_BYTES = 2**18  # PyYAML needs seconds for these
 _MOST_ARRAY_BYTES = 2**30  # size limit of all arrays of one file
 _MOST_LEVELS = 40
 _POINTER = b"version https://git-lfs.github.com/spec/"  # how a pointer file of Git LFS starts
@@ -170,10 +172,10 @@ def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYT
 def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the mapping in a YAML file.
 
-    Raises ValueError if the file cannot be read, is not a valid mapping, has aliases or repeated keys, or
-    has more than 40 nested levels.
+    Raises ValueError if the file cannot be read, has more than 256 KiB, is not a valid mapping, has aliases
+    or repeated keys, or has more than 40 nested levels.
     """
-    text = read_text(path)
+    text = read_text(path, most=_MOST_YAML_BYTES)
     try:
         value = yaml.load(text, _Loader)
         _check_value(value)

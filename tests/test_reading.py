@@ -34,6 +34,7 @@ _NO_VALUES = ("!!bool maybe", "!!int ''", "!!timestamp soon", "!!map [1]")  # wh
         (read_yaml, b"a: !!python/object/apply:os.system ['echo']", "not valid YAML"),
         *((read_yaml, f"a: {value}\n".encode(), "not valid YAML") for value in _NO_VALUES),
         (read_yaml, b"- 1\n", "does not contain a config"),
+        (read_yaml, b"a: 1\n" + b" " * 2**18, "too large for such a file"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(tmp_path, read, content, message):
