@@ -145,7 +145,8 @@ def evaluate_checkpoint(
             measured = _measured(checkpoint, config)
             output_folder = open_output_folder(folder_for(checkpoint, config))
             log.info(f"{checkpoint} computes in {forward_dtype}: {reason}")
-            write_measured(output_folder, measured, folders, is_default_folder=config.output_dir is None)
+            where = str(checkpoint.address or checkpoint.path.resolve())
+            write_measured(output_folder, measured, folders, checkpoint=where if config.output_dir else None)
             warn_of_other_format(output_folder, forward_dtype, stored=checkpoint.arch.forward_dtype)
             if not config.data_path:
                 warn_of_new_data(checkpoint, folders)

@@ -1,6 +1,7 @@
 """Writes and reads the folder with the results of an evaluation.
 
-measured.json               options and data that determine the results (`measured_with`)
+measured.json               options and data that determine the results (`measured_with`). In an output_dir, also
+                            the checkpoint
 metrics.json                {test set: {metric: value}}
 scaling.json                accuracies for several numbers of thinking steps and of samples, if asked for
 <test set>__outputs.npz     arrays, such as the predictions, if asked for
@@ -99,17 +100,19 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 
 
 def write_measured(
-    folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, is_default_folder: bool
+    folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, checkpoint: str | None
 ) -> None:
     """Writes `measured`, the result of `measured_with`, to measured.json in a folder.
 
-    If the folder contains results with other options or data, deletes these results first.
+    If the folder contains results with other options, other data or another checkpoint, deletes these results
+    first.
 
     data: Dataset folders of the evaluation.
-    is_default_folder: Whether `name_of` named the folder. Then results without measured.json are taken as
-    results with default options.
+    checkpoint: Path or address of the checkpoint. It is stored, too. None if `name_of` named the folder. Then
+    results without measured.json are taken as results with default options.
     """
-    path = folder / MEASURED_FILE
+    path, is_default_folder = folder / MEASURED_FILE, checkpoint is None
+    measured = {**measured} if is_default_folder else {**measured, "checkpoint": checkpoint}
     try:
         before = read_json(path) if path.exists() or not is_default_folder else {}
         is_same = ({"test": measured["test"]} if is_default_folder else {}) | before == measured

@@ -79,12 +79,12 @@ def test_what_other_options_left_is_removed_but_not_what_another_evaluation_left
     for name in ("metrics.json", "a/submission.json", "b/tasks.json", "c/submission.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    write_measured(tmp_path, {"test": "a", "samples": 8}, data, is_default_folder=False)
+    write_measured(tmp_path, {"test": "a", "samples": 8}, data, checkpoint="run/step_1")
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")}
     assert left == {"measured.json", "c/submission.json"}
-    for test, is_kept in (("a", True), ("b", False)):
+    for test, step, is_kept in (("a", 1, True), ("a", 2, False), ("b", 2, False)):
         (tmp_path / "metrics.json").touch()
-        write_measured(tmp_path, {"test": test, "samples": 8}, data, is_default_folder=False)
+        write_measured(tmp_path, {"test": test, "samples": 8}, data, checkpoint=f"run/step_{step}")
         assert (tmp_path / "metrics.json").exists() == is_kept
 
 
@@ -94,9 +94,9 @@ def test_what_training_or_an_older_version_left_in_the_default_folder_is_kept(tm
             write_json(tmp_path / "measured.json", before)
         (tmp_path / "all__outputs.npz").touch()
         measured = {"test": "a"} | (before or {})
-        write_measured(tmp_path, measured, [], is_default_folder=True)
+        write_measured(tmp_path, measured, [], checkpoint=None)
         assert (tmp_path / "all__outputs.npz").exists()
-        write_measured(tmp_path, measured | {"test": "b"}, [], is_default_folder=True)
+        write_measured(tmp_path, measured | {"test": "b"}, [], checkpoint=None)
         assert not (tmp_path / "all__outputs.npz").exists()
         (tmp_path / "measured.json").unlink()
 
