@@ -44,6 +44,7 @@ from evaluation.known import broadcast_match, known_puzzles
 from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
 from evaluation.results import (
+    SUMMARY_FILE,
     measured_with,
     name_of,
     open_output_folder,
@@ -147,6 +148,8 @@ def evaluate_checkpoint(
             log.info(f"{checkpoint} computes in {forward_dtype}: {reason}")
             where = str(checkpoint.address or checkpoint.path.resolve())
             write_measured(output_folder, measured, folders, checkpoint=where if config.output_dir else None)
+            if config.output_dir and len(config.checkpoint) > 1:  # its means may be of other results
+                (Path(config.output_dir) / SUMMARY_FILE).unlink(missing_ok=True)
             warn_of_other_format(output_folder, forward_dtype, stored=checkpoint.arch.forward_dtype)
             if not config.data_path:
                 warn_of_new_data(checkpoint, folders)

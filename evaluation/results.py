@@ -1,7 +1,7 @@
 """Writes and reads the folder with the results of an evaluation.
 
-measured.json               options and data that determine the results (`measured_with`). In an output_dir, also
-                            the checkpoint
+measured.json               options and data that determine the results (`measured_with`), with output_dir
+                            also the checkpoint
 metrics.json                {test set: {metric: value}}
 scaling.json                accuracies for several numbers of thinking steps and of samples, if asked for
 <test set>__outputs.npz     arrays, such as the predictions, if asked for
@@ -39,7 +39,7 @@ from runtime.reading import read_json
 from runtime.writing import replace_file, write_json
 
 EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
-MEASURED_FILE = "measured.json"
+MEASURED_FILE, SUMMARY_FILE = "measured.json", "summary.json"
 
 _SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "sde_noise", "loops")
 _SCALING_KEYS += ("decision_cell", "decision_value", "eval_conflict_threshold", "retry_samples", "seed")
@@ -269,5 +269,5 @@ def write_summary(metrics: Sequence[Columns], checkpoints: Sequence[str], *, out
     log.info(metrics_table(summary, title=f"mean and standard deviation of {len(metrics)} checkpoints"))
     if output_dir:
         folder = open_output_folder(Path(output_dir))
-        write_json(folder / "summary.json", {"checkpoints": checkpoints, "sets": summary})
+        write_json(folder / SUMMARY_FILE, {"checkpoints": checkpoints, "sets": summary})
         log.info(f"wrote {folder}")

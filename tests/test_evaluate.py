@@ -253,9 +253,13 @@ def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
 def test_different_models_have_no_mean(sudoku_folder, tmp_path):
     for name in ("hrm", "trm"):
         save_on(sudoku_folder, tmp_path / name, name=name, H_cycles=1, L_cycles=1)
-    finished = complete_program("evaluate", "checkpoint=[hrm,trm]", "device=cpu", folder=tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "summary.json").touch()  # of an earlier evaluation
+    words = ("checkpoint=[hrm,trm]", "device=cpu", "output_dir=out")
+    finished = complete_program("evaluate", *words, folder=tmp_path)
     assert "no mean is computed, because the models differ: hrm, trm" in finished.stderr
     assert "mean and standard deviation" not in finished.stdout
+    assert not (tmp_path / "out" / "summary.json").exists()
 
 
 @pytest.mark.long
