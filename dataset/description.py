@@ -88,8 +88,8 @@ def with_candidates(data: Dataset) -> Dataset:
     a folder has several right answers, reads all examples of this folder. These fields of the metadata are
     set:
 
-    - `candidates`: input * vocab_size + label for each pair (input token, label) that occurs in a scored
-      cell, ascending
+    - `candidates`: input * vocab_size + label for each pair (input token, label) that occurs in a puzzle,
+      ascending. The label of an unscored cell, such as the padding beside a small grid, is its input.
     - `may_turn`: whether every rotated or mirrored puzzle is valid
     - `may_permute`: whether a puzzle stays valid under every permutation of its symbols
     """
@@ -99,8 +99,10 @@ def with_candidates(data: Dataset) -> Dataset:
         has_several = "train" in splits_with_several_solutions(data.folders[folder])
         for rows, puzzles in part.chunks() if has_several else original_chunks(part):
             inputs, labels = part.read(rows, puzzles)
-            counted = labels != metadata.ignore_label_id
-            found.update(np.unique(inputs[counted].astype(np.int64) * metadata.vocab_size + labels[counted]))
+            is_scored = labels != metadata.ignore_label_id
+            labels = np.where(is_scored, labels, inputs)
+            pairs = inputs.astype(np.int64) * metadata.vocab_size + labels
+            found.update(np.unique(pairs[is_scored.any(axis=1)]))
     kind = read_info(data.folders, metadata).kind
     family = find_augmentation(kind.augmentation) if kind else None
     metadata = dataclasses.replace(

@@ -55,8 +55,8 @@ class Metadata:
     symbols: tuple[str, ...] | None = None  # not in public tools: the texts of the tokens 2 and up
     num_columns: _Length | None = None  # not in public tools: columns of the field; set with `symbols`
     # The next three are not in the file. `with_candidates` sets them. candidates: token * vocab_size + label
-    # for each pair (input token, label) of a training cell, ascending. The others are properties of the
-    # kind's `Augmentation`.
+    # for each pair (input token, label) of a training cell, ascending. An unscored cell has its input as
+    # label. The others are properties of the kind's `Augmentation`.
     candidates: tuple[int, ...] | None = None
     may_turn: bool | None = None
     may_permute: bool | None = None

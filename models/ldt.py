@@ -138,7 +138,8 @@ class LDT(Network):
     logits. The loss uses those of all loops. The move uses those of the last loop.
 
     Attributes:
-        values: Tokens that occur in labels of the training data, int64 [values]. The axis "values" of boards
+        values: Tokens that occur in labels of the training data, and in the inputs of unscored cells, int64
+            [values]. The axis "values" of boards
             and logits has this order.
         candidates: Labels that a cell may have, by its input token, uint8 [vocab, vocab]. Entry (i, j) is 1
             if a cell with input token i may have label j.
@@ -214,7 +215,8 @@ class LDT(Network):
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
         entered = self.candidates[data.inputs.long()][..., self.values]  # uint8 [batch, cells, values]
-        solution = (data.labels[..., None] == self.values).to(torch.uint8)
+        labels = _complete(data.labels, data.inputs)
+        solution = (labels[..., None] == self.values).to(torch.uint8)
         # In training, some open cells of some boards start with only one candidate.
         if self.training and rng is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
             entered = with_hints(entered, solution, self.arch, rng)
@@ -223,6 +225,7 @@ class LDT(Network):
         answers = data.answers
         if answers is None:  # no puzzle yet: the blank carry at the start of a run
             answers = F.pad(data.labels[:, None], (0, 0, 0, self.num_answers - 1), value=IGNORE_LABEL_ID)
+        answers = _complete(answers, data.inputs[:, None])
         indices = torch.searchsorted(self.values, answers.long()).clamp(max=len(self.values) - 1)
         answers = torch.where(self.values[indices] == answers, indices, -1).to(torch.int16)
         return start_boards(entered, solution, answers)
@@ -328,6 +331,15 @@ class LDT(Network):
             "kill_threshold": self.arch.kill_threshold,
             "conflict_threshold": self.arch.eval_conflict_threshold,
         }
+
+
+def _complete(labels: Tensor, inputs: Tensor) -> Tensor:
+    """Returns labels in which an unscored cell has its input, such as the padding beside a small grid.
+
+    A puzzle without any label stays without labels. labels, inputs: Tokens, [..., cells].
+    """
+    is_scored = labels != IGNORE_LABEL_ID
+    return torch.where(is_scored | ~is_scored.any(-1, keepdim=True), labels, inputs)
 
 
 NETWORK = LDT

@@ -20,21 +20,22 @@ from dataset.description import with_candidates
 from dataset.files import open_dataset
 from dataset.kinds.kind import Puzzle, find_kind
 from dataset.loader import Batch, read_rows
-from dataset.metadata import Dataset
+from dataset.metadata import IGNORE_LABEL_ID, Dataset
 from evaluation import results, solving
 from evaluation.loop import answer_batches
 from evaluation.passes import evaluate_split
 from evaluation.test_time import build_draw, set_up
-from models import HaltingModel
-from models.lattice import CONTRADICTORY, RESET, Outputs, move
+from models import HaltingModel, build_model
+from models.lattice import CONTRADICTORY, RESET, Outputs, is_lost, move
 from models.random import SlotRng
 from report.trace import picture_data, reliability, trace_puzzles
 from share import keep
 from tests.golden.ldt import translate
+from tests.pairs_source import random_pairs, write_json
 from tests.ranks import NUM_THREADS, complete_program
 from tests.report_runs import searching_model
 from tests.sudoku_source import build_sets
-from tests.tiny import draws_of, tiny_model
+from tests.tiny import draws_of, tiny_arch, tiny_model
 from training import initial
 
 _BLANK, _DIGITS = 1, np.arange(2, 6)
@@ -79,6 +80,18 @@ def _search(model: HaltingModel, batch: Batch, old_values: torch.Tensor | None =
 
 
 @pytest.mark.slow
+def test_grids_smaller_than_their_field_are_not_lost(tmp_path):
+    """The padding beside them has no label. Inputs and outputs have different sizes."""
+    source = write_json(tmp_path / "pairs.jsonl", random_pairs(100))
+    build_dataset("pairs", ["--source", str(source), "--output-dir", str(tmp_path / "data")])
+    data = with_candidates(open_dataset(tmp_path / "data", read_everything=False))
+    network = build_model(tiny_arch(name="ldt"), data.metadata).network
+    batch = read_rows(data, "all", np.arange(10))
+    board = network.start(batch, None, None, batch.is_real)
+    assert (batch.labels == IGNORE_LABEL_ID).any(-1).sum() > 1
+    assert not is_lost(board).any()
+
+
 def test_a_search_uses_no_label_and_no_rule(data):
     """Noise in place of labels changes no answer; renamed symbols change but the names in it."""
     model, puzzles = searching_model(data), data.splits["test"].sets["all"]
