@@ -80,6 +80,11 @@ class Questions:
                 f"the puzzle has {sizes['seq_len']} cells of {sizes['vocab_size']} tokens, but "
                 f"{self._checkpoint} reads {trained.seq_len} cells of {trained.vocab_size} tokens"
             )
+        if sizes["seq_len"] != trained.seq_len:
+            log.warning(
+                f"the puzzle has {sizes['seq_len']} cells, but {self._checkpoint} was trained on puzzles of "
+                f"{trained.seq_len} cells. The answer may be worse. Set steps=N for more thinking steps."
+            )
         return dataclasses.replace(trained, **sizes)
 
     def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:

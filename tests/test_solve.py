@@ -168,13 +168,15 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
             gone.solve("1 2 3", task=task)
 
 
-def test_a_model_of_any_size_solves_larger_puzzles(folder, sudoku_folder):
+def test_a_model_of_any_size_solves_larger_puzzles_with_a_warning(folder, sudoku_folder, capsys):
     arch = {"name": "serrm", "puzzle_emb_ndim": 0}
     model = load(save_run(folder / "any", sudoku_folder, **arch), device="cpu")
     answer = model.solve("." * 35 + "6", steps=2)
     assert answer.grid.shape == (6, 6)
     assert answer.tokens.max() <= 7
+    assert "warning: the puzzle has 36 cells, but" in capsys.readouterr().err
     assert model.solve(PUZZLE, steps=2).grid.shape == (4, 4)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_arc_task_is_known_by_its_demonstrations_or_by_name(arc, folder):
