@@ -17,7 +17,7 @@ import tempfile
 import threading
 import webbrowser
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from dataset.loader import choose_rows, names_of, read_rows
 from dataset.metadata import IGNORE_LABEL_ID, Dataset
 from dataset.mixture import open_datasets
 from distributed import log
+from evaluation.known import find_match, known_puzzles
 from evaluation.questions import find_info
 from evaluation.test_time import needs_draws
 from evaluation.trace import MOST_TOKENS
@@ -169,7 +170,16 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)
-    model = load_trained_model(checkpoint, info.metadata, raw=config.raw, forward_dtype="float32").eval()
+    made_up = make_up(info)
+    is_shipped = made_up and checkpoint.run_folder.parent == SHIPPED
+    metadata, options = info.metadata, {"raw": config.raw, "forward_dtype": "float32"}
+    if not is_shipped:
+        folders = folders or checkpoint.find_data()
+        data = open_datasets(folders, splits=("test",), read_everything=False)
+        match = find_match(checkpoint, data)
+        data, known, _ = known_puzzles(data, match, model=str(checkpoint))
+        metadata, options["rows"] = data.metadata, match and match.rows
+    model = load_trained_model(checkpoint, metadata, **options).eval()
     is_search = model.network.is_search
     if is_search and info.metadata.vocab_size > MOST_TOKENS:
         raise ValueError(
@@ -181,31 +191,33 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
             f"checkpoint {checkpoint.path} needs noise (arch=flow, init_noise or state_noise). A page cannot "
             "generate that noise. Choose another checkpoint."
         )
-    made_up = make_up(info)
-    folders = folders or checkpoint.find_data()
     steps = config.halt_max_steps or model.eval_reasoning("max").max_steps
-    if made_up and checkpoint.run_folder.parent == SHIPPED:
+    if is_shipped:
         puzzles = [{"name": None, "identifier": 0} | puzzle for puzzle in made_up[: config.puzzles]]
         if not is_search:
             puzzles.insert(0, puzzles.pop(first_solved(model, puzzles, steps)))
     else:
-        data = open_datasets(folders, splits=("test",), read_everything=False)
-        puzzles = choose_puzzles(data, config.puzzles)
+        puzzles = choose_puzzles(data, config.puzzles, known)
     keep_embeddings(model, puzzles)
     of_puzzles = {"puzzles": puzzles, "made_up": made_up, "steps": steps}
     return Exhibit(checkpoint.run_folder.name, model, describe(checkpoint, model, info) | of_puzzles)
 
 
-def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
+def choose_puzzles(
+    data: Dataset, count: int, known: Mapping[str, np.ndarray] | None = None
+) -> list[dict[str, Any]]:
     """Chooses about `count` evenly spaced test puzzles, equally many from each test set.
 
     A puzzle is a dict with the keys "name" (or None), "identifier" (row of its puzzle embedding), "inputs"
     and "labels" (lists of tokens). A label is -1 if the cell is not scored. Augmented variants are left out.
+
+    known: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     sets = data.splits["test"].sets
     puzzles = []
     for set_name, puzzle_set in sets.items():
-        batch = read_rows(data, set_name, choose_rows(puzzle_set, max(count // len(sets), 1)))
+        rows = choose_rows(puzzle_set, max(count // len(sets), 1), known and known[set_name])
+        batch = read_rows(data, set_name, rows)
         labels = torch.where(batch.labels == IGNORE_LABEL_ID, -1, batch.labels)
         names = names_of(data, [set_name] * len(batch.rows), batch.puzzle_identifiers)
         lists = [column.tolist() for column in (batch.puzzle_identifiers, batch.inputs, labels)]

@@ -14,14 +14,16 @@ import torch
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model, load_weights, take_rows
 from config.compose import config_with
-from config.programs import SolveConfig
+from config.programs import PageConfig, SolveConfig
 from dataset.files import DIGESTS, IDENTIFIERS
 from dataset.identities import Identities, identities_of, read_identities
 from dataset.mixture import open_datasets
 from evaluation.known import check_same_rows, find_match, known_puzzles
+from share.browser import prepare
 from solve import load
 from tests.arc_source import build, make_tasks, write_folder
 from tests.ranks import NUM_THREADS, complete_program, run_program
+from tests.solvers import save_run
 from tests.tiny import OVERRIDES
 
 _TABLE = "puzzle_emb.weights"
@@ -46,6 +48,21 @@ def _open(folder, *names: str):
 
 def _identities(folder, *names: str) -> Identities:
     return identities_of(_open(folder, *names))
+
+
+def test_a_page_has_the_embeddings_of_its_puzzles(folder, tmp_path):
+    """The dataset has other numbers, and a task that the model does not know."""
+    small = {"hidden_size": 16, "puzzle_emb_ndim": 16, "H_cycles": 1, "L_cycles": 1}
+    run = save_run(tmp_path / "run", folder / "data" / "own", name="trm", puzzle_emb_len=1, **small)
+    (run / "identities.npz").write_bytes(_identities(folder, "own").to_bytes())
+    shifted, checkpoint = str(folder / "data" / "shifted"), find_checkpoint(run)
+    page = prepare(checkpoint, config_with(PageConfig, checkpoint=str(run), output="x", data_path=shifted))
+    names = json.loads((folder / "data" / "own" / IDENTIFIERS).read_text())
+    weights, puzzles = load_weights(checkpoint)[_TABLE], page.facts["puzzles"]
+    assert len({puzzle["name"] for puzzle in puzzles}) == 5
+    table = page.model.network.puzzle_emb.weights
+    for puzzle in puzzles:
+        assert torch.equal(table[puzzle["identifier"]], weights[names.index(puzzle["name"])])
 
 
 def test_an_identity_is_a_name_and_a_task(folder):
