@@ -200,19 +200,24 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
     """Uploads the files of a folder in one commit. Returns the URL of the repository.
 
-    Creates the repository if it does not exist. Raises ValueError if the upload fails, or if `is_private` is
-    True and the repository exists and is public.
+    Creates the repository if it does not exist. Removes files of an earlier push that the folder lacks,
+    because they describe other weights. Raises ValueError if the upload fails, or if `is_private` is True and
+    the repository exists and is public.
     """
     client = import_client()
     by_hand = "Use --dry-run FOLDER to write the files, and upload them from another machine"
     with client_errors(address, by_hand=by_hand):
         api = client.HfApi()
         api.create_repo(address.repo, private=is_private or None, exist_ok=True)
-        if is_private and not api.repo_info(address.repo).private:
+        info = api.repo_info(address.repo)
+        if is_private and not info.private:
             raise ValueError(
                 f"{address} already exists and is public. Make it private at {address.url}/settings."
             )
         files = sorted(folder.iterdir())
         operations = [client.CommitOperationAdd(path.name, str(path)) for path in files]
+        present = {file.rfilename for file in info.siblings or ()} - {path.name for path in files}
+        old = present.intersection((TRAINED_FILE, IDENTITIES_FILE))
+        operations += [client.CommitOperationDelete(name) for name in sorted(old)]
         api.create_commit(address.repo, operations, commit_message=message)
     return address.url

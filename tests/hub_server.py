@@ -35,10 +35,12 @@ class Repository:
     commits: dict[str, dict[str, bytes]] = dataclasses.field(default_factory=dict)
     token: str | None = None
 
-    def commit(self, files: dict[str, bytes]) -> str:
+    def commit(self, files: dict[str, bytes | None]) -> str:
+        """None deletes a file."""
         newest = next(reversed(self.commits.values()), {})
         name = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
-        self.commits[name] = {**newest, **files}
+        after = {**newest, **files}
+        self.commits[name] = {path: content for path, content in after.items() if content is not None}
         return name
 
     def find(self, revision: str | None) -> str | None:
@@ -65,7 +67,7 @@ class HubServer(ThreadingHTTPServer):
         own = {"HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}  # whatever the tester's shell has
         return {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **own, **more}
 
-    def add(self, kind: str, repo: str, files: dict[str, bytes], *, token: str | None = None) -> str:
+    def add(self, kind: str, repo: str, files: dict[str, bytes | None], *, token: str | None = None) -> str:
         repository = self.repositories.setdefault((kind, repo), Repository(token=token))
         return repository.commit(files)
 
@@ -169,6 +171,8 @@ class _Handler(JsonHandler):
                 files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
             elif item["key"] == "lfsFile":
                 files[item["value"]["path"]] = self.server.large_files[item["value"]["oid"]]
+            elif item["key"] == "deletedFile":
+                files[item["value"]["path"]] = None
         commit = self.server.add("model", match["repo"], files)
         url = f"{self._endpoint()}/{match['repo']}/commit/{commit}"
         self._answer({"commitUrl": url, "commitOid": commit})

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -24,8 +25,10 @@ from config.files import FOLDER
 from dataset.build import build_dataset
 from dataset.mixture import open_datasets
 from distributed.world import rank
+from runtime.hub import parse_address
 from share import keep
 from share.push import main as push
+from share.push import upload
 from tests.golden import GOLDEN
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import NUM_THREADS, Finished, complete_program, run_program, run_ranks
@@ -115,6 +118,23 @@ def test_kept_weights_are_asked_puzzles_with_several_examples(tmp_path):
     assert asked.num_examples == 2 * 40
     assert np.array_equal(keep.choose_puzzles(asked, 1000), np.arange(40))
     assert keep.choose_puzzles(asked, 4).tolist() == [0, 10, 20, 30]
+
+
+def test_a_second_push_leaves_no_file_about_other_weights(server, tmp_path, monkeypatch):
+    """The first model was trained on puzzles with embeddings. Those of the second are not known."""
+    before = {
+        "README.md": b"old",
+        "identities.npz": b"old",
+        "trained_on.safetensors": b"old",
+        "notes": b"mine",
+    }
+    server.add("model", "owner/again", before)
+    (tmp_path / "README.md").write_text("new")
+    api = huggingface_hub.HfApi(server.environment(tmp_path)["HF_ENDPOINT"], token=server.token)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    upload(tmp_path, parse_address("hf://owner/again", kind="model"), message="second", is_private=False)
+    repository = server.repositories["model", "owner/again"]
+    assert repository.commits[repository.find("main")] == {"README.md": b"new", "notes": b"mine"}
 
 
 def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
