@@ -8,6 +8,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -98,6 +99,15 @@ def test_a_model_is_kept_in_the_smallest_dtype_that_changes_no_answer(trained, t
     ours, theirs = (keep.answer(each, data, torch.float32, "float32", count=99) for each in asked)
     assert ours.keys() == theirs.keys() == {("all", number) for number in range(99)}
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_dtype_in_which_a_search_finds_no_answer_is_not_kept(monkeypatch, capsys):
+    answers = {("all", number): np.array([number]) for number in range(20)}
+    found = {torch.float8_e4m3fn: {}, torch.float16: dict([*answers.items()][:19]), torch.float32: answers}
+    monkeypatch.setattr(keep, "answer", lambda checkpoint, data, dtype, *_, **__: found[dtype])
+    checkpoint = SimpleNamespace(arch=SimpleNamespace(forward_dtype="bfloat16"))
+    assert keep.choose_dtype(checkpoint, None, count=20) == torch.float16
+    assert "weights in torch.float8_e4m3fn answer 0 puzzles, 20 before\n" in capsys.readouterr().out
 
 
 def test_the_weights_that_are_asked_are_rounded_once_as_those_that_are_stored(trained, monkeypatch):
