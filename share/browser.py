@@ -94,6 +94,11 @@ def write_page(config: PageConfig) -> None:
         for path in (THEME, *SCRIPTS):
             shutil.copy(path, folder)
         for entry in others:
+            if (folder / entry["name"]).exists():  # "..", or the name of a file of the page
+                raise ValueError(
+                    f"{output / MODELS}: {entry['name']!r} is not the name of a model's folder. Set "
+                    "replace=true to write the page without it."
+                )
             shutil.copytree(output / entry["name"], folder / entry["name"])
         for number, exhibit in enumerate(exhibits, 1):
             log.info(f"exporting {exhibit.name} to ONNX, {number} of {len(exhibits)}. This takes a minute.")

@@ -140,6 +140,14 @@ def test_a_page_keeps_its_other_models(trained, files, tmp_path, monkeypatch):
         ValueError, match=r"models.json does not list the models of this page. Set replace=true"
     ):
         _write(trained, page, runtime=str(files))
+    for folder, name in ((tmp_path, ".."), (page, ""), (page / "page.js", "page.js")):
+        if folder.is_file():
+            folder.unlink()
+        folder.mkdir(exist_ok=True)
+        (folder / "model.onnx").touch()
+        (page / "models.json").write_text(json.dumps([{"name": name}]))
+        with pytest.raises(ValueError, match=rf"models.json: '{name}' is not the name of a model's folder"):
+            _write(trained, page, runtime=str(files))
 
 
 @pytest.mark.slow
