@@ -63,7 +63,7 @@ def train(program: Program[PretrainConfig]) -> int:
     """
     config, folder = program.config, Path(program.config.checkpoint_path)
     if config.report:
-        from report.page import check_packages
+        from report.page import check_packages, report_run
 
         with collective_errors():  # an error on one rank ends all ranks
             check_packages()  # before the training, because the report is written after it
@@ -96,6 +96,9 @@ def train(program: Program[PretrainConfig]) -> int:
             status = "finished" if ends_early else schedule.status(state.step)
             write_status(folder, status, step=state.step)
             log.info(f"nothing to do: {schedule.describe(state.step)}")
+            if config.report:  # Example: the run was finished before this key was set.
+                with program.watchdog.paused():
+                    report_run(folder)
             return 0
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)

@@ -233,10 +233,11 @@ def test_a_run_that_does_not_get_better_ends_early(tmp_path, sudoku_folder):
 @pytest.mark.slow
 def test_finished_run_says_so(whole_run, sudoku_folder):
     before = (whole_run / "metrics.jsonl").read_text()
-    words = (f"data_path={sudoku_folder}", "run_name=a", "project_name=p", *OVERRIDES)
+    words = (f"data_path={sudoku_folder}", "run_name=a", "project_name=p", *OVERRIDES, "report=true")
     (whole_run / "status").write_text(json.dumps({"status": "running", "step": 0}))  # killed at its end
     finished = complete_program("pretrain", *words, folder=whole_run.parents[2])
     assert "nothing to do" in finished.stdout
+    (whole_run / "report.html").unlink()  # the finished run had none
     assert json.loads((whole_run / "status").read_text())["status"] == "finished"
     assert (whole_run / "metrics.jsonl").read_text() == before
 
