@@ -51,6 +51,12 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def follow_step_link(path: Path) -> Path:
+    """Returns the target of a link to a checkpoint step_<N>. Returns any other path unchanged."""
+    target = Path(os.path.realpath(path))
+    return target if step_of(path) is None and step_of(target) is not None else path
+
+
 def checkpoints_in(run_folder: Path) -> list[Path]:
     """Returns the checkpoint folders step_<N> in a run folder, in the order of steps. They may be damaged."""
     folders = [path for path in run_folder.glob("step_*") if step_of(path) is not None and path.is_dir()]
@@ -132,7 +138,7 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
         raise ValueError(f"resume=must, but {run_folder} has no checkpoint. Set resume=auto for a new run.")
     if config.resume in ("auto", "must"):
         return newest
-    return _choose_from(Path(config.resume), run_folder, newest)
+    return _choose_from(follow_step_link(Path(config.resume)), run_folder, newest)
 
 
 def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:

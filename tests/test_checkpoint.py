@@ -175,6 +175,8 @@ def test_resume_modes(run, tmp_path):
     for path, step in ((run, 8), (run / "step_8", 8), (run / "step_3", 3)):
         config = run_config(branch, resume=str(path), lr=0.5)
         assert choose_checkpoint(branch, config) == run / f"step_{step}"
+    (tmp_path / "latest").symlink_to(run / "step_3")
+    assert choose_checkpoint(branch, run_config(branch, resume=str(tmp_path / "latest"))) == run / "step_3"
     with pytest.raises(ValueError, match="nothing does not exist. Pass a run folder"):
         choose_checkpoint(branch, run_config(branch, resume=str(tmp_path / "nothing")))
     with pytest.raises(ValueError, match="no checkpoint"):
