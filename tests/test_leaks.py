@@ -87,6 +87,12 @@ def test_all_folders_stages_tests_and_held_out_puzzles_are_compared(leaky, capsy
     assert (chosen["all"].tolist(), joins_repeats) == (old.tolist(), False)
     said = f"({sum(old ^ held_out)} puzzles would now be split differently)"
     assert capsys.readouterr().err.count(f"an earlier version started this run {said}") == 1
+    # The newest checkpoint is damaged: the one before it counts.
+    step.with_name("step_2").mkdir()
+    assert hold_out(config, data)[1] is False
+    (step / "state.json").write_text('{"joins_repeats": true}')
+    assert hold_out(config, data)[1] is True
+    (step / "state.json").write_text("{}")
     assert len(_found(config)["validation/all"]) == sum(old[:40] ^ old[:39:-1]) > 0
     capsys.readouterr()
     assert _found(_config(main, validation_fraction=0.3, resume=str(step)))["validation/all"] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpointing.files import checkpoints_in, follow_step_link, read_state, step_of
+from checkpointing.files import STATE_FILE, checkpoints_in, follow_step_link, read_state, step_of
 from config.schema import PretrainConfig, StageConfig
 from dataset.description import DatasetInfo, read_info, with_candidates
 from dataset.equal import Trained, hash_training, join_repeats, trained_in_folders
@@ -278,7 +278,8 @@ def _joins_repeats(config: PretrainConfig) -> bool:
         is_step = step_of(folder) is not None
         for path in [folder] if is_step else reversed(checkpoints_in(folder)):
             with contextlib.suppress(ValueError):  # a damaged checkpoint: `resume` takes an earlier one
-                return read_state(path).get("joins_repeats") is True
+                if (path / STATE_FILE).exists():
+                    return read_state(path).get("joins_repeats") is True
     return True
 
 
