@@ -90,4 +90,5 @@ def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path):
     config = tiny_config(data_path=[str(folder)])
     data = open_data(config)
     state = build_first_state(config, data.dataset.metadata, device=torch.device("cpu"))
+    folder.rename(tmp_path / "moved")  # a run keeps using the files that it opened at the start
     assert think_of_puzzles(state, data, count=1).style.symbols[2:] == (*"0123456789", "a", "b")

@@ -46,6 +46,7 @@ class RunData:
             started the run.
         fingerprint: Hash of the content of the datasets.
         test_fingerprint: Hash of the content of their test splits.
+        infos: {training folder: its description}, such as the kind of puzzle.
         tests: {folder name: dataset} of `test_data_path`.
         evaluators: Evaluators of `dataset`, then of each of `tests`. Call `fresh_copy` for each evaluation.
         manifests: {data folder: content of its manifest file} at the start, to detect a rebuild.
@@ -60,6 +61,7 @@ class RunData:
     joins_repeats: bool
     fingerprint: str
     test_fingerprint: str
+    infos: dict[Path, DatasetInfo]
     tests: dict[str, Dataset]
     evaluators: list[Evaluators]
     manifests: dict[Path, bytes]
@@ -86,9 +88,6 @@ class RunData:
     def info(self) -> DatasetInfo:
         """Returns the description of the training datasets, such as their kind of puzzle."""
         return read_info(self.dataset.folders, self.dataset.metadata)
-
-    def info_of(self, folder: Path) -> DatasetInfo:
-        return read_info([folder], load_metadata(folder, "test"))
 
     def read_train_batches(
         self, *, first_step: int, ranks: Ranks, device: torch.device, num_answers: int = 1, seed: int = 0
@@ -137,6 +136,7 @@ def open_data(config: PretrainConfig) -> RunData:
     with collective_errors():
         plan = build_plan(config, dataset, held_out)
         tests = open_tests(config, dataset)
+        infos = {folder: read_info([folder], load_metadata(folder, "test")) for folder in folders}
         evaluators = [Evaluators(config.evaluators, opened) for opened in (dataset, *tests.values())]
         if is_main():
             _add_evaluated(leaks, dataset, tests, held_out, hashes)
@@ -161,6 +161,7 @@ def open_data(config: PretrainConfig) -> RunData:
         joins_repeats=joins_repeats,
         fingerprint=broadcast_object(fingerprint),
         test_fingerprint=broadcast_object(test_fingerprint),
+        infos=infos,
         tests=tests,
         evaluators=evaluators,
         manifests=manifests,

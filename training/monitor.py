@@ -111,7 +111,7 @@ class Monitor:
         return f"{most}{slots} slots on {where}"
 
     def _tags(self) -> tuple[str, ...]:
-        kinds = [self._data.info_of(folder).kind for folder in self._data.dataset.folders]
+        kinds = [info.kind for info in self._data.infos.values()]
         return (*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name)
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Though
     finally:
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]
-    style = data.info_of(data.dataset.origin(set_name).folder).style
+    style = data.infos[data.dataset.origin(set_name).folder].style
     return Thoughts(style, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
 
 
