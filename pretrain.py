@@ -216,11 +216,10 @@ def run_steps(
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)  # does nothing if this step is saved
             checkpoints.close()  # waits until the files are written
-            if not checkpoints.last_save_failed:
-                # If the run reached its last step, but did not log its row, the status is "stopped".
-                lacks_row = monitor.is_row_due(state.step)
-                status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
-                write_status(folder, status, step=state.step)
+            # If the run reached its last step, but did not log its row, the status is "stopped".
+            lacks_row = monitor.is_row_due(state.step)
+            status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
+            write_status(folder, "failed" if checkpoints.last_save_failed else status, step=state.step)
             if config.report and not is_stopped:
                 from report.page import report_run
 

@@ -230,6 +230,19 @@ def test_a_run_that_does_not_get_better_ends_early(tmp_path, sudoku_folder):
     assert "done: run is at training step 32 of 32" in more.stdout
 
 
+def _fail_to_write() -> None:
+    from checkpointing import writer
+
+    writer._write_local = lambda *_: {"failure": "the disk is full"}
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_checkpoint_is_not_saved_has_failed(tmp_path, sudoku_folder):
+    words = (*OVERRIDES, f"data_path={sudoku_folder}", "checkpoint_path=run", "max_steps=2")
+    assert run_program("pretrain", *words, folder=tmp_path, spoil=_fail_to_write).statuses == [1]
+    assert json.loads((tmp_path / "run" / "status").read_text()) == {"status": "failed", "step": 2}
+
+
 @pytest.mark.slow
 def test_finished_run_says_so(whole_run, sudoku_folder):
     before = (whole_run / "metrics.jsonl").read_text()
