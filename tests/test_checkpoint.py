@@ -25,6 +25,7 @@ from tests.checkpoints import (
     resume,
     run_config,
     save,
+    saved_tensors,
     state_tensors,
 )
 from tests.ranks import run_ranks
@@ -102,13 +103,14 @@ def test_a_step_that_is_there_is_not_saved_again(run):
     assert {path.name: path.stat().st_mtime_ns for path in (run / "step_3").iterdir()} == before
 
 
-def test_a_branch_does_not_save_the_step_that_it_goes_on_from(run, tmp_path):
+def test_a_branch_also_saves_the_step_that_it_goes_on_from(run, tmp_path):
+    """Its first evaluation may remain the best one."""
     save(run, 3)
     branch, state = tmp_path / "branch", blank_state()
     with open_checkpoints(branch, resume=str(run)) as checkpoints:
         checkpoints.resume(state)
         checkpoints.save(state)
-    assert not checkpoint_names(branch)
+    assert_equal(*(saved_tensors(folder / "step_3") for folder in (run, branch)))
 
 
 def test_the_averages_of_a_branch_begin_with_the_weights_where_there_are_none(run, tmp_path, capsys):

@@ -160,7 +160,7 @@ class CheckpointManager:
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
         self._total_steps: int | None = None  # of the run
         self._stall_seconds: float | None = None
-        self._newest_step: int | None = None  # step of the last save, or of the checkpoint resumed from
+        self._newest_step: int | None = None  # step of this run's newest checkpoint
         self.last_save_failed = False
 
     def save(self, state: TrainState) -> None:
@@ -216,7 +216,7 @@ class CheckpointManager:
             Whether metrics.jsonl contains the metrics of the loaded step. True at step 0. If False, the
             caller must log them. `state.metrics` contains their sums.
         """
-        folder, config, chosen, content = self._run_folder, self._config, None, {}
+        folder, config, chosen, content, is_this_run = self._run_folder, self._config, None, {}, False
         self._total_steps = total_steps
         # Rank 0 chooses an intact checkpoint of this run, or of another run (resume=PATH).
         with collective_errors():
@@ -228,11 +228,12 @@ class CheckpointManager:
                 self._before = trained_before(config, chosen, is_this_run=is_this_run)
                 if chosen is not None:
                     self._check(chosen, content)
-        chosen, content = broadcast_object((chosen, content))
+        chosen, content, is_this_run = broadcast_object((chosen, content, is_this_run))
 
         if chosen is not None:
             state.load_(chosen, content)
-            self._newest_step = state.step
+            # With resume=PATH, also save the first step if it is due: its evaluation may remain the best.
+            self._newest_step = state.step if is_this_run else None
             log.info(f"resuming from {chosen}")
             if is_main() and not is_this_run and total_steps is not None:
                 log_rate_change(config, chosen, content, total_steps)
