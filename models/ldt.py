@@ -139,8 +139,7 @@ class LDT(Network):
 
     Attributes:
         values: Tokens that occur in labels of the training data, and in the inputs of unscored cells, int64
-            [values]. The axis "values" of boards
-            and logits has this order.
+            [values]. The axis "values" of boards and logits has this order.
         candidates: Labels that a cell may have, by its input token, uint8 [vocab, vocab]. Entry (i, j) is 1
             if a cell with input token i may have label j.
         symmetries: Whether grids may be rotated and reflected, and whether values may be permuted, uint8 [2].

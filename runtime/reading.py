@@ -1,9 +1,8 @@
 """Safe reading of untrusted files: text, JSON, YAML and .npz arrays, with size limits.
 
-Invariant: a JSON value has at most 64 MiB of text, a YAML value 256 KiB, because its parser is slow. Both
-have at most 40 levels, and no repeated key. YAML aliases are refused, because with them a small text can make
-a huge value. Every error is a ValueError of one
-line that starts with the path.
+Invariant: a JSON value has at most 64 MiB of text, and a YAML value at most 256 KiB, because its parser is
+slow. Both have at most 40 levels, and no repeated key. YAML aliases are refused, because with them a small
+text can make a huge value. Every error is a ValueError of one line that starts with the path.
 """
 
 import contextlib
