@@ -49,8 +49,8 @@ from evaluation.results import (
     name_of,
     open_output_folder,
     read_results,
+    remove_other_format,
     warn_of_new_data,
-    warn_of_other_format,
     write_measured,
     write_results,
     write_summary,
@@ -150,7 +150,8 @@ def evaluate_checkpoint(
             write_measured(output_folder, measured, folders, checkpoint=where if config.output_dir else None)
             if config.output_dir and len(config.checkpoint) > 1:  # its means may be of other results
                 (Path(config.output_dir) / SUMMARY_FILE).unlink(missing_ok=True)
-            warn_of_other_format(output_folder, forward_dtype, stored=checkpoint.arch.forward_dtype)
+            stored = checkpoint.arch.forward_dtype
+            remove_other_format(output_folder, folders, forward_dtype, stored=stored)
             if not config.data_path:
                 warn_of_new_data(checkpoint, folders)
             if config.report:

@@ -119,18 +119,23 @@ def write_measured(
     except (ValueError, TypeError):
         is_same = False
     if not is_same:
-        old = [*folder.glob("*__outputs.npz")]
-        old += [folder / name for name in (EVALUATION_FILE, SCALING_FILE, "scaling.svg")]
-        places = [folder, *(folder / dataset.name for dataset in data)]
-        old += [place / name for place in places for name in (SUBMISSION_FILE, TASKS_FILE)]
-        for file in old:
-            file.unlink(missing_ok=True)
+        _remove_results(folder, data)
     write_json(path, measured)
 
 
-def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
-    """Logs a message if the new results replace results that were computed in another dtype.
+def _remove_results(folder: Path, data: Sequence[Path]) -> None:
+    old = [*folder.glob("*__outputs.npz")]
+    old += [folder / name for name in (EVALUATION_FILE, SCALING_FILE, "scaling.svg")]
+    places = [folder, *(folder / dataset.name for dataset in data)]
+    old += [place / name for place in places for name in (SUBMISSION_FILE, TASKS_FILE)]
+    for file in old:
+        file.unlink(missing_ok=True)
 
+
+def remove_other_format(folder: Path, data: Sequence[Path], forward_dtype: str, *, stored: str) -> None:
+    """Deletes results that were computed in another dtype than the new ones, and logs a message.
+
+    data: Dataset folders of the evaluation.
     forward_dtype: Dtype of the new evaluation, such as "float32".
     stored: Dtype of the training. It is the dtype of results that do not name one.
     """
@@ -143,6 +148,7 @@ def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> No
         log.info(
             f"{folder}: results computed in {old} will be replaced by results computed in {forward_dtype}."
         )
+        _remove_results(folder, data)
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:

@@ -22,7 +22,7 @@ from evaluation.metric_tables import (
 )
 from evaluation.names import NAMES, written_name
 from evaluation.passes import SetResult
-from evaluation.results import all_metrics, scaling_of, write_measured
+from evaluation.results import all_metrics, remove_other_format, scaling_of, write_measured
 from models import network_class
 from report.compute import compute_picture
 from runtime.writing import write_json
@@ -86,6 +86,14 @@ def test_what_other_options_left_is_removed_but_not_what_another_evaluation_left
         (tmp_path / "metrics.json").touch()
         write_measured(tmp_path, {"test": test, "samples": 8}, data, checkpoint=f"run/step_{step}")
         assert (tmp_path / "metrics.json").exists() == is_kept
+
+
+def test_what_was_computed_in_another_dtype_is_removed(tmp_path):
+    write_json(tmp_path / "metrics.json", {"all": {"forward_dtype": "bfloat16"}})
+    (tmp_path / "all__outputs.npz").touch()
+    for forward_dtype in ("bfloat16", "float32"):
+        remove_other_format(tmp_path, [], forward_dtype, stored="float32")
+        assert (tmp_path / "all__outputs.npz").exists() == (forward_dtype == "bfloat16")
 
 
 def test_what_training_or_an_older_version_left_in_the_default_folder_is_kept(tmp_path):
