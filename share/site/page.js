@@ -20,7 +20,10 @@ const look = {
 };
 const LONGER = [1, 2, 4, 16]; // selectable numbers of steps, as multiples of facts.steps
 const model = Model.load(facts, folder);
-const isText = kind.tokens.length > 0 && kind.tokens.every((token) => token === kind.blank || facts.symbols[token].length === 1);
+// Whether a puzzle can be written as text: one character for each cell, "." only for a blank one.
+const isText = kind.tokens.length > 0 && kind.tokens.every(
+  (token) => token === kind.blank || (facts.symbols[token].length === 1 && facts.symbols[token] !== "."),
+);
 
 // The state of the page. shown: number of the step; 0 is the question. selected: selected cell.
 const now = { puzzle: null, thoughts: [], shown: 0, selected: 0, brush: kind.tokens[0], total: facts.steps };
