@@ -107,6 +107,13 @@ def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, m
     loggers.close()
 
 
+def test_the_metric_that_selects_the_best_comes_first():
+    metrics = {"exact_accuracy": 0.5, "unseen/exact_accuracy": 0.25}
+    for keep_best in ("unseen/exact_accuracy", "eval/all/unseen/exact_accuracy"):
+        (_, first), (_, second) = training.console._shown_metrics(metrics, keep_best)
+        assert (first, second) == ("0.250", "0.500")
+
+
 def test_answers_without_labels_are_counted(loggers, capsys):
     loggers.log(3, {"eval/all/arc/count": 0, "eval/all/arc/test_inputs": 0, "eval/all/arc/votes": 64})
     assert re.fullmatch(r"step  3 +\d\d:\d\d   64 answers, no labels", capsys.readouterr().err.rstrip())

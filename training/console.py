@@ -140,7 +140,8 @@ def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Itera
         yield f"{metrics['arc/votes']:.0f}", "answers, no labels"
     names += [name for name in _UNSEEN if metrics.get("trained_on") and name in metrics]
     chosen = [name for name in metrics if keep_best and f"/{keep_best}".endswith(f"/{name}")]
-    for name in dict.fromkeys([*chosen[:1], *names]):
+    # Example: "exact_accuracy" and "unseen/exact_accuracy" are both ends of keep_best=unseen/exact_accuracy.
+    for name in dict.fromkeys([*sorted(chosen, key=len)[-1:], *names]):
         value = metrics[name]
         is_whole = name == "trained_on" or name.endswith("steps")
         yield written_name(name), written_value(name, value) if is_whole else f"{value:.3f}"
