@@ -77,6 +77,8 @@ def test_a_line_says_when_the_run_ends(loggers, capsys, monkeypatch):
     training.console._show_end(100 * 86400)
     line = capsys.readouterr().err
     assert "takes about 100 more days on this machine. Training continues. Smaller experiments: " in line
+    training.console._show_end(1e12)  # later than the last year of datetime
+    assert "takes about 11,574,074 more days" in capsys.readouterr().err
     names = re.findall(r"experiment=(\w+)", line)
     assert all((FOLDER / f"experiment/{name}.yaml").is_file() for name in names)
 

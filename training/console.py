@@ -110,9 +110,9 @@ class Console:
 
 
 def _show_end(seconds: float) -> None:
-    end = datetime.now() + timedelta(seconds=seconds)
     hours, minutes = divmod(max(1, round(seconds / 60)), 60)
     if hours < _MANY_HOURS:
+        end = datetime.now() + timedelta(seconds=seconds)
         time_left = f"{hours} h {minutes} min" if hours else f"{minutes} min"
         log.note(f"about {time_left} of training remain, until {end:%Y-%m-%d %H:%M}")
         return
