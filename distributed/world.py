@@ -55,12 +55,16 @@ def num_nodes() -> int:
 def is_elastic() -> bool:
     """Returns whether torchrun may continue with another number of machines (`--nnodes MIN:MAX`).
 
-    Returns False on systems without /proc.
+    Without --nnodes, torchrun reads the environment variable PET_NNODES. Returns False on systems without
+    /proc.
     """
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
-        nodes = re.search(r"--nnodes[= ](\d+):(\d+) ", command)
-        return nodes is not None and nodes[1] != nodes[2]
+        nodes = os.environ.get("PET_NNODES", "") if is_under_torchrun() else ""
+        if given := re.search(r"--nnodes[= ]([\d:]+) ", command):
+            nodes = given[1]
+        least, _, most = nodes.partition(":")
+        return most not in ("", least)
     return False
 
 

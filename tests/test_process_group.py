@@ -78,16 +78,20 @@ def test_one_thread_that_torchrun_chose_is_not_the_users_choice(threads, monkeyp
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="only /proc shows torchrun's words")
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "variables", "expected"),
     [
-        (["--nnodes", "1:3"], True),
-        (["--nnodes=2:64"], True),
-        (["--nnodes", "2:2"], False),
-        (["--nnodes", "3"], False),
-        ([], False),
+        (["--nnodes", "1:3"], {}, True),
+        (["--nnodes=2:64"], {}, True),
+        (["--nnodes", "2:2"], {}, False),
+        (["--nnodes", "3"], {"PET_NNODES": "1:3"}, False),
+        ([], {}, False),
+        ([], {"PET_NNODES": "1:3"}, True),
+        ([], {"PET_NNODES": "3"}, False),
     ],
 )
-def test_torchrun_is_elastic_where_least_and_most_nodes_differ(monkeypatch, words, expected):
+def test_torchrun_is_elastic_where_least_and_most_nodes_differ(monkeypatch, words, variables, expected):
+    for name, value in ({"TORCHELASTIC_RUN_ID": "a"} | variables).items():
+        monkeypatch.setenv(name, value)
     with subprocess.Popen([sys.executable, "-c", "input()", *words, "x.py"], stdin=subprocess.PIPE) as parent:
         while not Path(f"/proc/{parent.pid}/cmdline").read_bytes():
             time.sleep(0.001)  # just begun, it has none yet
