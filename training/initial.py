@@ -176,18 +176,21 @@ def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: 
 def log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
     """Logs a message if the learning rate jumps when a run continues from another run.
 
-    It is logged if the rate changes by more than 1 %. Example: the other run had fewer steps, so its learning
-    rate was lower at its end.
+    It is logged if the rates of both runs differ by more than 1 % at the same step. Example: the other run
+    had fewer steps, so its learning rate was lower at its end.
 
     chosen: Folder of a checkpoint of the other run (resume=PATH).
     content: Content of the state.json of this checkpoint, such as {"step": 100, "total_steps": 500, ...}.
     total_steps: Number of training steps of this run.
     """
-    step, before = content["step"], None
+    step, before, logged_step = content["step"], None, 0
     for row, _ in read_rows(chosen.parent):
-        before = row.get("train/lr", before) if row["step"] <= step else before
-    after = learning_rates(config, step + 1, total_steps=total_steps)["lr"]
-    if is_number(before) and abs(after - before) > 0.01 * before:
+        if row["step"] <= step and "train/lr" in row:
+            before, logged_step = row["train/lr"], row["step"]
+    same, after = (
+        learning_rates(config, at, total_steps=total_steps)["lr"] for at in (logged_step, step + 1)
+    )
+    if is_number(before) and abs(same - before) > 0.01 * before:
         length = content.get("total_steps")
         other = "" if length is None else f", that run had {length}"
         log.info(
