@@ -52,7 +52,8 @@ def test_the_best_is_the_highest_or_the_lowest_loss_and_of_equals_the_newest():
     values = {1: 0.5, 3: float("nan"), 4: 0.9, 6: 0.9, 8: 0.5}
     assert Selection("exact_accuracy", has_validation=False).best_step(values) == 6
     assert Selection("lm_loss", has_validation=False).best_step(values) == 8
-    assert Selection("coloring/conflicts", has_validation=False).best_step(values) == 8
+    for name in ("coloring/conflicts", "undecided"):
+        assert Selection(name, has_validation=False).best_step(values) == 8
     assert Selection("lm_loss", has_validation=False).best_step({3: float("nan")}) is None
 
 

@@ -13,6 +13,7 @@ from evaluation.metric_tables import is_count, is_number, metrics_by_set
 from runtime.metrics_file import is_step
 
 _PASSES = ("eval", "eval_raw", "validation")
+_ERRORS = ("conflicts", "undecided", "wrong")  # metrics that are 0 at best
 
 
 def goal_of(name: str) -> Literal["max", "min"] | None:
@@ -21,7 +22,7 @@ def goal_of(name: str) -> Literal["max", "min"] | None:
     Returns None if this is unknown. Example: "max" for "eval/all/exact_accuracy".
     """
     metric = name.rpartition("/")[2]
-    if metric.endswith("loss") or metric == "conflicts":
+    if metric.endswith("loss") or metric in _ERRORS:
         return "min"
     return "max" if "accuracy" in metric or metric.startswith("pass@") else None
 
@@ -29,9 +30,9 @@ def goal_of(name: str) -> Literal["max", "min"] | None:
 class Selection:
     """Selects the best checkpoint of a run by a metric in its log, metrics.jsonl.
 
-    The best value of a loss or of `conflicts` is the lowest one. For any other metric, the highest value is
-    the best. If several values are equal, the newest checkpoint is the best. `selected_by` is the split of
-    the metric, "validation" or "test".
+    The best value of a loss, of `conflicts`, `undecided` or `wrong` is the lowest one. For any other metric,
+    the highest value is the best. If several values are equal, the newest checkpoint is the best.
+    `selected_by` is the split of the metric, "validation" or "test".
 
     keep_best: Name of the metric. "exact_accuracy" means the mean over all sets of a split, weighted by the
         number of puzzles of each set. "eval/all/exact_accuracy" means exactly this value of a row.
