@@ -1,5 +1,6 @@
 """A dry run: docs have its formulas; what does not fit is one line. Bytes are counted in tests/system."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -13,6 +14,7 @@ from models.flops import StepCounter
 from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.dry_run import Needs
+from training.layout import check_layout
 from training.run_config import compose_run
 
 _SIZES = {"27 M": (512, 4), "325 M": (1280, 8), "1 B": (2304, 8), "7 B": (4352, 16)}
@@ -59,6 +61,20 @@ _FITS = ("arch=trm", "arch.L_layers=2", "data_path=nowhere", "train_steps=10", "
 def test_what_does_not_fit_is_one_line(words, line):
     with pytest.raises(ValueError, match=line):
         compose_run([*_FITS, "--cfg", "job", "--world-size", *words.split()])
+
+
+def test_an_elastic_run_continues_whatever_number_of_processes_remains(monkeypatch):
+    """Of 24 slots, 2 processes have 12, and 5 processes have 5 or fewer: neither in 8 equal parts."""
+    for is_elastic in (True, False):
+        monkeypatch.setattr("training.layout.is_elastic", lambda is_elastic=is_elastic: is_elastic)
+        for world_size in (2, 5):
+            for options in ({}, {"local_steps": 2}):
+                config = tiny_config(global_batch_size=24, gradient_accumulation_steps=8, **options)
+                is_possible = is_elastic and not options
+                with (
+                    contextlib.nullcontext() if is_possible else pytest.raises(ValueError, match="divisible")
+                ):
+                    check_layout(config, world_size)
 
 
 @pytest.mark.slow

@@ -40,24 +40,25 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 def check_layout(config: PretrainConfig, world_size: int) -> None:
     """Raises ValueError if the batch cannot be divided evenly among processes, or into micro-batches.
 
-    If torchrun may change the number of nodes, an uneven division among processes causes only a warning,
-    except with local_steps > 1 or with a pipeline.
+    If torchrun may change the number of nodes, an uneven division among processes causes only a warning, and
+    micro-batches may be smaller, except with local_steps > 1 or with a pipeline.
 
     world_size: Number of processes.
     """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])
+    may_be_uneven = is_elastic() and config.local_steps == 1 and sizes["pipeline"] == 1
     if rest:
         uneven = (
             f"global_batch_size {config.global_batch_size} is not divisible by the {world_size} processes"
         )
-        if not is_elastic() or config.local_steps > 1 or sizes["pipeline"] > 1:
+        if not may_be_uneven:
             raise ValueError(f"{uneven}. Change one of them.")
         log.warning(
             f"{uneven}. Processes get {slots + 1} slots each until all are assigned; the last ones get fewer "
             "or none."
         )
-    elif slots % config.gradient_accumulation_steps:
+    elif slots % config.gradient_accumulation_steps and not may_be_uneven:
         raise ValueError(
             f"the {slots} slots of each process are not divisible by "
             f"gradient_accumulation_steps {config.gradient_accumulation_steps}. Change one of them."
