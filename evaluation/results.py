@@ -112,7 +112,7 @@ def write_measured(
     results without measured.json are taken as results with default options.
     """
     path, is_default_folder = folder / MEASURED_FILE, checkpoint is None
-    measured = {**measured} if is_default_folder else {**measured, "checkpoint": checkpoint}
+    measured = dict(measured) if is_default_folder else {**measured, "checkpoint": checkpoint}
     try:
         before = read_json(path) if path.exists() or not is_default_folder else {}
         is_same = ({"test": measured["test"]} if is_default_folder else {}) | before == measured

@@ -1,4 +1,4 @@
-"""The fused AdamW of torch (arXiv 1711.05101)."""
+"""AdamW (arXiv 1711.05101): Adam with a weight decay that is independent of the gradient."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, all of whose `state` exists from the start, because checkpoints are loaded into it."""
+    """The fused AdamW of torch. All of its `state` exists from the start, for loading checkpoints."""
 
     def __init__(
         self, parameters: Iterable[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float

@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "keep only puzzles with rating >= R, in both splits. With --source, the rating is a column. With "
         "--generate, it is the number of guesses of the solver (dataset.kinds.sudoku.rules.find_solutions). "
         "Clues are exchanged until a puzzle has it. Such puzzles may have clues that are not needed, and no "
-        "two have the same solution. A core makes one 9x9 puzzle a second with R = 30"
+        "two have the same solution. With R = 30, a core needs 1 to 2 s for a 9x9 puzzle"
     )
     rating = matching(r"(\d+(?:\.\d+)?)", "a number", number)
     parser.add_argument("--min-difficulty", type=rating, metavar="R", help=difficulty)
