@@ -13,7 +13,7 @@ import pydantic
 from dataset.augmentations import END, FIRST_SYMBOL, PAD, find_augmentation
 from dataset.files import IDENTIFIERS, read_builder, splits_with_several_solutions
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
-from dataset.metadata import JOINER, Dataset, Metadata
+from dataset.metadata import IGNORE_LABEL_ID, JOINER, Dataset, Metadata
 from dataset.sets import original_chunks
 from runtime.reading import MissingFileError, printable, read_json
 
@@ -49,6 +49,19 @@ class DatasetInfo:
     @functools.cached_property
     def vocabulary(self) -> "Vocabulary | None":
         return Vocabulary.of(self.metadata)  # None if the kind of puzzle, such as Sudoku, has the symbols
+
+    def labels_for(self, inputs: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
+        """Returns the labels to compare answers with: tokens [n, seq_len].
+
+        If a puzzle has several right answers, and the answer is one of them, its label is replaced by the
+        answer. A label without a scored cell stays as it is.
+
+        inputs, labels, answers: Tokens [n, seq_len]. A cell with IGNORE_LABEL_ID is not scored.
+        """
+        if self.kind is None or self.kind.accepts is None:
+            return labels
+        is_right = self.kind.accepts(inputs, answers) & (labels != IGNORE_LABEL_ID).any(axis=1)
+        return np.where(is_right[:, None], answers, labels)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -72,8 +72,9 @@ def show(options: argparse.Namespace) -> None:
         if saved is not None:
             if not np.array_equal(saved["inputs"][row], inputs):
                 raise ValueError(f"{options.outputs} has outputs for other puzzles than {options.data}.")
-            saved_labels, preds = saved["labels"][row], saved["preds"][row]
-            is_wrong = (preds != saved_labels) & (saved_labels != IGNORE_LABEL_ID)
+            preds = saved["preds"][row]
+            (right,) = info.labels_for(inputs[None], saved["labels"][row][None], preds[None])
+            is_wrong = (preds != right) & (right != IGNORE_LABEL_ID)
             drawings.append(draw("model", style, preds, color=options.color, frame=labels, is_wrong=is_wrong))
         drawings.append(draw("answer", style, labels, color=options.color, is_new=labels != inputs))
         texts.append(side_by_side(drawings) + "\n")

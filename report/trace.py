@@ -40,7 +40,8 @@ class TracedPuzzles:
     rows          index of each puzzle in its test set, int64 [n]
     names         name of each puzzle, [n]. Empty if the dataset has no names
     inputs        tokens, int32 [n, seq_len]
-    labels        tokens of the right answers, int32 [n, seq_len]. Cells with IGNORE_LABEL_ID are not scored
+    labels        tokens of the right answers, int32 [n, seq_len]. Cells with IGNORE_LABEL_ID are not scored.
+                  If a puzzle has several right answers, and the model's last answer is one of them: this one
     trace         answers and probabilities after each step (`evaluation.trace.Trace`)
     num_puzzles   number of puzzles in the complete test sets. Augmented variants do not count
     has_variants  whether the test sets contain augmented variants of puzzles
@@ -141,14 +142,16 @@ def trace_puzzles(
                 part = batch.select(slice(start, start + batch_size)).to(device)
                 traces.append(record_trace(model, part, seed=seed))
     inputs, labels, identifiers, rows = map(np.concatenate, zip(*columns, strict=True))
+    trace = Trace(*map(np.concatenate, zip(*traces, strict=True)))
+    info = read_info(data.folders, data.metadata)
     return TracedPuzzles(
-        info=read_info(data.folders, data.metadata),
+        info=info,
         set_names=set_names,
         rows=rows,
         names=names_of(data, set_names, identifiers),
         inputs=inputs,
-        labels=labels,
-        trace=Trace(*map(np.concatenate, zip(*traces, strict=True))),
+        labels=info.labels_for(inputs, labels, trace.preds[:, -1]),
+        trace=trace,
         num_puzzles=sum(len(original_rows(test_set)) for test_set in sets.values()),
         has_variants=any(len(original_rows(test_set)) < test_set.num_examples for test_set in sets.values()),
         checkpoint=path,

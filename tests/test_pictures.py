@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from dataset.build import build_dataset
+from dataset.kinds import queens
 from dataset.kinds.kind import Style, find_kind, kind_names
 from dataset.metadata import IGNORE_LABEL_ID
+from dataset.show import main as show_dataset
 from evaluation.trace import Trace
 from models.lattice import NO_GUESS
+from report.trace import trace_puzzles
 from tests.checkpoints import replicated_tensors
 from tests.tiny import tiny_config
 from training.data import open_data
@@ -92,3 +95,40 @@ def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path):
     state = build_first_state(config, data.dataset.metadata, device=torch.device("cpu"))
     folder.rename(tmp_path / "moved")  # a run keeps using the files that it opened at the start
     assert think_of_puzzles(state, data, count=1).style.symbols[2:] == (*"0123456789", "a", "b")
+
+
+def test_another_right_answer_is_right(tmp_path, monkeypatch, capsys):
+    """Boards of 5x5 queens, and an oracle that answers the last right answer in each step."""
+    folder = tmp_path / "data"
+    build_dataset("queens", ["--size", "5", "--output-dir", str(folder)])
+    data = open_data(tiny_config(data_path=[str(folder)]))
+    test = data.dataset.splits["test"].sets["all"]
+    inputs, labels = test.read(np.arange(test.num_examples), np.arange(test.num_examples))
+    answers, counts = queens.find_answers(inputs)
+    preds = answers[counts.cumsum() - 1].astype(np.int32)
+    differs = (preds != labels).any(axis=1)
+    assert differs.any()
+    preds[-1] = queens.EMPTY
+    oracle = {row.tobytes(): pred for row, pred in zip(inputs.astype(np.int32), preds, strict=True)}
+
+    def solve(_model, batch, **_options):
+        found = [oracle[row.tobytes()] for row in batch.inputs.cpu().numpy().astype(np.int32)]
+        return _thoughts(np.stack(found)[:, None], halts_after=1)
+
+    monkeypatch.setattr("training.pictures.record_trace", solve)
+    monkeypatch.setattr("report.trace.record_trace", solve)
+    config = tiny_config(data_path=[str(folder)])
+    state = build_first_state(config, data.dataset.metadata, device=torch.device("cpu"))
+    text = think_of_puzzles(state, data, count=test.num_examples).html()
+    assert text.count("right after step 1") == test.num_examples - 1
+    options = {"num_puzzles": test.num_examples, "batch_size": 8, "path": tmp_path}
+    assert trace_puzzles(state.model, data.dataset, **options).is_right.sum() == test.num_examples - 1
+
+    saved = tmp_path / "outputs"
+    saved.mkdir()
+    np.savez(saved / "all__outputs.npz", inputs=inputs, labels=labels, preds=preds)
+    (saved / "metrics.json").write_text(json.dumps({"all": {"count": test.num_examples}}))
+    show_dataset([str(folder), "--outputs", str(saved), "--index", str(differs.argmax())])
+    assert "x" not in capsys.readouterr().out.partition("puzzle  ")[2]
+    show_dataset([str(folder), "--outputs", str(saved), "--index", str(test.num_examples - 1)])
+    assert "x" in capsys.readouterr().out.partition("puzzle  ")[2]

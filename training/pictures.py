@@ -50,8 +50,9 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Though
     finally:
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]
-    style = data.infos[data.dataset.origin(set_name).folder].style
-    return Thoughts(style, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
+    info, inputs = data.infos[data.dataset.origin(set_name).folder], batch.inputs.numpy()
+    labels = info.labels_for(inputs, batch.labels.numpy(), trace.preds[:, -1])
+    return Thoughts(info.style, inputs, labels, trace, names)
 
 
 def shown_steps(num_steps: int) -> list[int]:

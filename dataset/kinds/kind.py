@@ -219,6 +219,8 @@ class Kind:
         groups: Function (metadata) -> lists of cell numbers. The cells of one list must have different
             symbols, such as the cells of a row of a Sudoku. Web pages check answers with it. Set it only if
             the kind has no other rules.
+        accepts: Rules of a kind whose puzzles have several right answers. A drawing then marks no cell of an
+            answer that they accept. None if only the label is right.
         title: Name in headings. If empty, the name with a capital letter.
         plural: Word for several puzzles, such as "mazes".
     """
@@ -232,6 +234,7 @@ class Kind:
     make_up: Callable[[Metadata, int], Sequence[np.ndarray]] | None = None
     names_symbols: bool = False
     groups: Callable[[Metadata], Sequence[Sequence[int]]] | None = None
+    accepts: Rules | None = None
     title: str = ""
     plural: str = "puzzles"
 

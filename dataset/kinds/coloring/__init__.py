@@ -126,5 +126,6 @@ KIND = Kind(
         colors={COLORS[0]: "#d1574c", COLORS[1]: "#3f9d6b", COLORS[2]: "#4c7bd1"},
     ),
     read_puzzles=read_puzzles,
+    accepts=RULES.are_valid,
     plural="graphs",
 )

@@ -89,5 +89,6 @@ KIND = Kind(
     augmentation="square",
     style=Style(symbols=_SYMBOLS, ansi={0: FAINT, EMPTY: FAINT}, marks_new=True),
     read_puzzles=read_puzzles,
+    accepts=are_valid,
     plural="boards",
 )
