@@ -83,14 +83,15 @@ def train(program: Program[PretrainConfig]) -> int:
         # `is_logged`: whether metrics.jsonl, the log of the run, has a row for the loaded step. It has none
         # if the earlier launch was killed between the checkpoint and the row. Step 0 counts as logged.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles that are training puzzles of this run, or of the checkpoint that it started from. This
-    # is a warning, or an error (`leaks`).
+    # Find test puzzles that are training puzzles of this run, or of the checkpoint that it started from. If
+    # there are some, this logs a warning, or ends the run with an error (config key `leaks`).
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
     # If an earlier launch finished the run and logged its last row, there is nothing to do. If only the row
     # is missing, `run_steps` logs it and runs no training step.
     if is_logged:
+        # `stop_patience` may have ended the earlier launch. It ends a run only after an evaluation.
         ends_early = schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
         if ends_early or state.step >= schedule.end_step:
             status = "finished" if ends_early else schedule.status(state.step)
@@ -132,7 +133,7 @@ def run_steps(
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over the batches of this rank.
-    # - checkpoints: Saves checkpoints in the background. The end of the block waits for the last one.
+    # - checkpoints: Saves checkpoints in the background. If an error ends the block, waits for the last one.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
     #   one. `is_agreed()` returns on all ranks whether any rank has received one, so that they stop together.
@@ -201,9 +202,9 @@ def run_steps(
                 reasoning=schedule.reasoning(next_step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
-            # A signal may reach only one rank, but all ranks must stop after the same step. `stop_requests`
-            # is the number of ranks that have received a signal. With local_steps > 1, it is often None. If
-            # it is positive, `is_agreed()` becomes True, on CUDA when the next number is recorded.
+            # A signal may reach only one rank, but all ranks must stop after the same step. If a signal has
+            # asked any rank to stop, `stop_requests` is positive, and `is_agreed()` becomes True on all ranks
+            # (on CUDA one step later). With local_steps > 1, `stop_requests` is None in most steps.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
@@ -216,7 +217,8 @@ def run_steps(
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)  # does nothing if this step is saved
             checkpoints.close()  # waits until the files are written
-            # If the run reached its last step, but did not log its row, the status is "stopped".
+            # If a signal came after the last step but before its row was logged, the status is "stopped". The
+            # next launch then logs the row.
             lacks_row = monitor.is_row_due(state.step)
             status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
             write_status(folder, "failed" if checkpoints.last_save_failed else status, step=state.step)

@@ -54,11 +54,13 @@ def check_encoding(argument: str) -> None:
 
 
 def expand_home(key: str, value: Any) -> Any:
-    """Replaces ~, ~USER or $NAME at the start of a path. Returns the new path.
+    """Returns a path with ~ or ~USER replaced by a home directory, or $NAME by an environment variable.
 
-    Raises ValueError if the user or the environment variable does not exist.
+    Only the start of the path is replaced. Raises ValueError if the user or the environment variable does not
+    exist.
 
-    value: Path or list of paths. Other values are returned unchanged.
+    key: Config key of the path, for the message. value: Path, or list of paths. Other values are returned
+    unchanged.
     """
     if isinstance(value, list):
         return [expand_home(key, item) for item in value]

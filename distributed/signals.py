@@ -91,13 +91,13 @@ class Interruption:
         return self._all_stop.is_set()
 
     def record_requests(self, requests: Tensor | None) -> None:
-        """Records how many ranks have received a signal to stop.
+        """Records whether any rank has received a signal to stop. All ranks call it after each step.
 
-        All ranks call it after each step. If the number is not 0, `is_agreed` returns True from then on. On
-        CUDA, it does so one call later, so that the CPU does not wait for the GPU.
+        If the number is not 0, `is_agreed` returns True from then on. On CUDA, it does so one call later, so
+        that the CPU does not wait for the GPU.
 
-        requests: The number, a scalar tensor, equal on all ranks. None if ranks did not communicate in this
-        step.
+        requests: Sum of the stop requests of the ranks, a scalar tensor, equal on all ranks. None if ranks
+        did not communicate in this step.
         """
         self._asked_at = time.monotonic()
         if requests is None:

@@ -220,6 +220,12 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
+        """Counts right answers after a thinking step of a batch.
+
+        Counts nothing with halting=act or with several test-time settings.
+
+        acts_here: As `halts` of `on_step` in `evaluation.loop.answer_batches`, bool [batch].
+        """
         if not len(self._exact_after_step):
             return
         labels, steps = output.carry.data.labels, output.carry.steps

@@ -104,13 +104,14 @@ def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary position embeddings to x, [rows, length, heads, head_dim].
+    """Applies rotary position embeddings to x, [n, length, heads, head_dim].
 
     If x1 and x2 are the two halves of a head, the halves of the result are x1 cos - x2 sin and x2 cos + x1
     sin. The computation is in float32.
 
-    cos, sin: If the angles are the same for all rows and heads, [length, head_dim / 2]. Otherwise [batch,
-    length, heads, head_dim / 2], and each example of the batch has rows / batch consecutive rows of x.
+    cos, sin: If the angles are the same for all sequences and heads, [length, head_dim / 2]. Otherwise
+    [batch, length, heads, head_dim / 2]. Each example of the batch then has n / batch consecutive sequences
+    of x.
     """
     rows = x if cos.ndim == 2 else x.unflatten(0, (len(cos), -1))
     x1, x2 = rows.float().chunk(2, dim=-1)

@@ -25,13 +25,12 @@ class Call(NamedTuple):
         name: Name of the module in the network, such as "L_level.layers.0.mlp", or of the state, such as
             "z_H".
         output: Copy of the output of the module, or of the state, [batch, positions, hidden].
-        steps: How many calls of the network each puzzle has had, with this one, int32 [batch].
+        steps: How many calls of the network each puzzle has had, including this one, int32 [batch].
         rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding.
         cycle: Index, from 1, of the H cycle (outer loop) in the call of the network. 1 if the model has no H
             cycles.
-        call: Index, from 1, of the call of a stack of blocks in the cycle. Calls of all stacks are counted
-            together. If the module is not in a stack, it is the index of the previous call of a stack, or 0
-            if there was none.
+        call: Number of times that the network has run a stack of blocks in this cycle so far. All stacks
+            count together, and a stack that runs now is included. 0 before the first stack.
         network: The network. `network.answer(output)` applies its output layers to the state z_H.
     """
 
@@ -45,7 +44,7 @@ class Call(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Returns how many calls of the network the puzzles have had, with this one.
+        """Returns how many calls of the network the puzzles have had, including this one.
 
         Raises ValueError if the number differs among the puzzles of the batch, as with halting=act.
         """

@@ -88,6 +88,7 @@ class Weights:
         All ranks call it.
         """
         for group in self.groups:
+            # AdamATan2 adds 1 to `step` before it uses it.
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()
 

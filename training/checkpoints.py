@@ -1,6 +1,6 @@
 """The checkpoints of a run: how the run saves them, and how it resumes from one.
 
-The life of a checkpoint is in six files. The order of the calls is:
+The order of the calls in the life of a checkpoint is:
 
 A save, after each step for which a checkpoint is due:
 

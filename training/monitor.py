@@ -63,7 +63,8 @@ class Monitor:
             "gradient_sync": state.strategy.name,
         }
         # A checkpoint is saved before its step is logged, so its metric sums may already be in metrics.jsonl.
-        # Reset them, unless the row was logged only because `max_steps` ended the previous launch.
+        # Reset them in this case. Keep them if the schedule of this launch has no row for the step. The log
+        # may then have a row, because `max_steps` ended the previous launch.
         if is_logged and data.schedule.has_row(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(program.config).items())

@@ -146,10 +146,11 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
     """
     try:
         values = read_json(folder / STATUS_FILE)
-        status, step = values["status"], values["step"]
+        if values["status"] == "max_steps" and max_steps is not None:
+            return values["step"] >= max_steps
+        return values["status"] == "finished"
     except (ValueError, KeyError, TypeError):
         return False
-    return status == "finished" or (status == "max_steps" and max_steps is not None and step >= max_steps)
 
 
 def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:
@@ -185,9 +186,10 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
 def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:
     """Writes identities.npz into a run folder: which puzzle each puzzle embedding belongs to.
 
-    Does nothing if the file exists, or if puzzles have no embeddings of their own or no names.
+    Writes no file if the model has no puzzle embeddings, or if the puzzles have no names.
 
-    is_new: Whether the run starts without a checkpoint. If True, an existing file is removed first.
+    is_new: Whether the run starts without a checkpoint. If True, an existing file is replaced. If False, an
+    existing file is kept.
     """
     path = folder / IDENTITIES_FILE
     if is_new:

@@ -12,20 +12,22 @@ called dense weights.
 `train_step` has ten parts. The comments in the code have the same numbers.
 
  1. Draw random numbers for each slot on the host, if the model needs some.
- 2. Each halted slot takes a new puzzle with an initial latent state. The data offer one puzzle to every slot.
-    Slots that have not halted ignore it.
+ 2. Each halted slot takes its new puzzle of the batch, with an initial latent state. The batch has one new
+    puzzle for every slot. Slots that have not halted ignore theirs.
  3. Fetch the slots' puzzle embeddings if they are on other ranks. Determine the divisors of the loss. Most
     models divide it only by the number of slots of the global batch.
  4. Zero the gradients. For each micro-batch, run the thinking step, decide which slots halt, compute the
     loss, and run the backward pass.
  5. Store the puzzles and latent states in `state.carry`.
- 6. Sum over ranks: the gradients, the loss, and the number of ranks that have received a stop signal.
+ 6. Sum over ranks: the gradients, the loss, and the stop requests. The stop request of a rank is 1 if a
+    signal has asked this rank to stop, and else 0.
  7. Clip the gradients of the dense weights if `grad_clip_norm` is set. Update the dense weights with the
     optimizer. Update the puzzle embeddings that any slot of the batch uses, with sign SGD.
  8. Pass the updated weights to the forward pass. If the blocks compute in bfloat16, this copies them to
     bfloat16 weights.
  9. If `ema` is set, update the moving averages of the dense weights. The average of a puzzle embedding is
-    updated later, before the embedding changes again (optimizers/puzzle_table_average.py).
+    updated only before the embedding changes again, in part 7 or 8 of a later training step
+    (optimizers/puzzle_table_average.py).
 10. Add the metrics of this rank to the sums for the next log row.
 
 The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this later.
@@ -39,14 +41,16 @@ How gradients are summed (distributed/sync.py, training/strategy.py)
 - sync=ddp: torch's DistributedDataParallel sums the gradients of the dense weights in the last backward pass.
   The dense weights have no bfloat16 copies.
 - sync=auto: If the ranks are CPU processes of one Linux node, part 6 sums the gradients of the dense weights
-  in shared memory. The optimizer state is then sharded by default. With a GPU, several nodes, pipelines,
-  tensor parallelism, train_only, local_steps > 1, sync_dtype=bfloat16, or a data_parallel_shard_degree
-  between 1 and the number of ranks, this is sync=flat.
-- sync_dtype=bfloat16: Values are sent in bfloat16.
+  in shared memory. The optimizer state is then sharded by default. Otherwise, this is sync=flat. It is also
+  sync=flat with other keys for which shared memory has no code (`build_flats` in optimizers/weights.py).
+- sync_dtype=bfloat16: The gradients of the dense weights, the loss and the stop requests are sent in
+  bfloat16.
 - local_steps=n > 1: Each rank trains alone, as if its slots were the global batch. Parts 3, 4 and 6 sum
-  nothing over ranks. Part 8 of every n-th training step, and of the last one of the run, gives all ranks
-  common weights, by default the mean of their weights (`LocalSteps`). It also sums the loss, the gradient
-  norm and the stop signals of the n training steps. Only then, part 9 updates the averages.
+  nothing over ranks, and each rank clips its own gradients. Every n-th training step, and the last one of the
+  run, is a merge: part 8 gives all ranks common weights, by default the mean of their weights (`LocalSteps`).
+  A puzzle embedding becomes the mean over the ranks that have changed it. Part 8 of a merge also computes the
+  mean loss and the mean gradient norm, and sums the stop requests, over ranks and over the n training steps.
+  Part 9 updates the averages only in a merge.
 
 How weights are distributed
 - data_parallel_shard_degree: Each rank has the optimizer state of some weights, and updates these weights in
@@ -55,21 +59,22 @@ How weights are distributed
   through the ranks of a pipeline (distributed/pipeline.py). Part 6 sums the gradients of a block over the
   ranks that have it.
 - tensor_parallel_degree: The ranks of a group have the same slots, and each rank has a part of each matrix of
-  the blocks. Part 4 sums activations over the group (distributed/tensor.py). Part 6 never sums over the ranks
-  of one group, so part 8 sums the stop signals over the group.
+  the blocks. Part 4 sums activations over the group (distributed/tensor.py). Part 6 sums over ranks of
+  different groups, so part 8 sums the stop requests over the ranks of the group.
 - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, or on all ranks of one tensor-parallel
   group. Part 6 sends its gradient there, and part 7 updates it there (optimizers/puzzle_table.py).
 
 What is computed
 - train_only=puzzle_embeddings: The dense weights have no gradients, and do not change.
-- arch.no_ACT_continue=false: The model also learns q_continue, the value of going on, and halts if q_halt is
-  greater. The target of q_continue comes from the next thinking step of the slot. With arch.q_target=exact,
-  part 4 runs this thinking step for all slots without gradient, and discards its latent state. With
-  "deferred", part 4 does so only for slots that halt. For all other slots, the next training step runs this
-  thinking step anyway. Its loss then contains their q_continue loss (models/objective.py).
+- arch.no_ACT_continue=false: The model also has the output q_continue. A slot halts if q_halt is greater than
+  q_continue. The training target of q_continue comes from the next thinking step of the slot. With
+  arch.q_target=exact, part 4 runs this thinking step for all slots without gradient, and discards its latent
+  state. With arch.q_target=deferred, part 4 does so only for slots that halt. For a slot that does not halt,
+  the next training step runs this thinking step anyway. The loss of that training step then contains the
+  q_continue loss of this one (models/objective.py).
 - arch=ldt: A slot has `boards_per_slot` puzzles, called boards. If there are several, part 2 first picks one
-  of them at random. Only the picked board is replaced (if it has halted), trained on, and stored. Part 3
-  counts two more divisors of the loss, and sums them over ranks (models/ldt.py).
+  of them at random. This training step changes only the picked boards. Part 3 counts two more divisors of
+  the loss, and sums them over ranks (models/ldt.py).
 - gradient_accumulation_steps: Part 4 divides this rank's slots into micro-batches. It sends no gradients
   before the last one.
 - curriculum: Data and settings of the thinking step change during the run (training/schedule.py).
@@ -115,8 +120,9 @@ def train_step(
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
     Returns:
-        The loss, the gradient norm before clipping, and the number of ranks that have received a stop
-        signal. They are equal on all ranks. With local_steps > 1, they are None in most steps.
+        The loss, the gradient norm before clipping, and the sum of the stop requests. It is positive if a
+        signal has asked any rank to stop. They are equal on all ranks. With local_steps > 1, they are None in
+        all steps that are no merge.
     """
     state.step += 1
     network = state.model.network
@@ -132,14 +138,15 @@ def train_step(
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
-        divisors = state.strategy.sum_divisors(local_divisors)  # adds "slots", the slots in the batch
+        divisors = state.strategy.sum_divisors(local_divisors)  # also has "slots": those of all ranks
     # 4. Forward and backward passes.
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
     # 5. Store puzzles and latent states. If a slot has several boards, overwrite only the picked one.
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. A log row sums them over ranks. Every rank has the same norm, so it adds only its share.
+    # 10. Metrics. A log row sums these values over ranks. So the row contains the mean of the norms. They are
+    # equal on all ranks, except with local steps.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -164,7 +171,8 @@ def forward_and_backward(
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
-    # A rank without slots has one empty micro-batch.
+    # A rank without slots has one empty micro-batch. If the micro-batches cannot have equal sizes, as on an
+    # elastic rank, there may be more of them than `gradient_accumulation_steps`.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
@@ -181,8 +189,8 @@ def forward_and_backward(
         with strategy.micro_batch(is_last=is_last):  # only the last backward pass may send gradients
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
-            # `loss` is a sum over slots. `losses` has applied the other divisors, and `backward` below gets
-            # the loss divided by the number of slots in the batch.
+            # `loss` is a sum over slots. `backward` below gets it divided by the slots of all ranks. If a
+            # term has another divisor, `losses` has multiplied it by slots / divisor.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
@@ -215,8 +223,8 @@ def update(
     # 8. Pass the weights to the forward pass. With local_steps > 1, first make them common, if this is due.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it is empty if part 8 did
-    # not make the weights common. Otherwise, it contains all steps since part 8 last did so.
+    # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it contains all steps
+    # since the last merge if this step is a merge, and else no step.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 

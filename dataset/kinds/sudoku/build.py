@@ -234,11 +234,12 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
 def _tables(
     path: Path, names: Sequence[str], *, num_cells: int, column_names: str | None
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Reads a CSV file or a list of Sudokus. Yields (line numbers, {column: texts}) in chunks.
+    """Reads a CSV file, or a text file with Sudokus. Yields (line numbers, {column: texts}) in chunks.
 
     If the file contains no answers, there is no column "answer".
 
-    names: Columns to read, ["question", "answer"] and maybe "rating". column_names: As in `read_columns`.
+    names: Columns to read, ["question", "answer"] and maybe "rating". column_names: Names of these columns in
+    the CSV file, as the option --columns. None if they are the same.
     """
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)
