@@ -73,7 +73,7 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
     """Evaluates the checkpoints of the config one after the other. All ranks call it.
 
     If several checkpoints have the same architecture and test splits, rank 0 also prints the mean and the
-    standard deviation of their metrics.
+    standard deviation of their metrics. With `output_dir`, it also writes them to summary.json.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))  # With PYTHONSAFEPATH, Python does not add this folder.
+sys.path.insert(0, str(Path(__file__).parent))  # With PYTHONSAFEPATH, Python does not do this.
 
 import runtime.environment  # noqa: F401 - Sets variables that OpenMP reads when torch is imported.
 
@@ -80,10 +80,11 @@ def train(program: Program[PretrainConfig]) -> int:
     # checkpoint, load the weights of the model that the key `init_from` names, if it is set.
     checkpoints = open_checkpoints(config, data)
     with program.watchdog.paused():  # The watchdog ends a run that hangs, but loading may take long.
-        # `is_logged`: whether metrics.jsonl, the log of the run, has a row for the loaded step. It has none
-        # if the earlier launch was killed between the checkpoint and the row. Step 0 counts as logged.
+        # `is_logged`: whether metrics.jsonl, the log of the run, has a row for the loaded step. The row is
+        # missing if the earlier launch was killed after it saved the checkpoint and before it logged the row.
+        # Step 0 counts as logged.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles that are training puzzles of this run, or of the checkpoint that it started from. If
+    # Find test puzzles that the checkpoint was trained on. (`open_data` has searched those of this run.) If
     # there are some, this logs a warning, or ends the run with an error (config key `leaks`).
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
@@ -132,11 +133,12 @@ def run_steps(
     it is due.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
-    # - batches: Iterator over the batches of this rank.
+    # - batches: Iterator over this rank's batches, with up to `num_answers` right answers of each puzzle.
     # - checkpoints: Saves checkpoints in the background. If an error ends the block, waits for the last one.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
     #   one. `is_agreed()` returns on all ranks whether any rank has received one, so that they stop together.
+    #   A rank that does not stop in time is ended. While the watchdog is paused, there is no time limit.
     with (
         data.read_train_batches(
             first_step=state.step,

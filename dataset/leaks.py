@@ -28,7 +28,8 @@ class Leaked(NamedTuple):
         exact: Number of test puzzles that are equal to a training puzzle.
         symmetric: Number of test puzzles that are equal to a training puzzle or to a transformed training
             puzzle, such as a rotated one. None if the transforms of this kind of puzzle are not known.
-        at_most: Upper bound of `symmetric`. It is greater than `symmetric` if a search stopped early.
+        at_most: Upper bound of `symmetric`. It also counts the test puzzles for which the comparison found no
+            answer, because it compares a test puzzle with only a few training puzzles, in few steps.
     """
 
     name: str

@@ -42,8 +42,8 @@ class Race:
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
         """Stores which samples want to halt after a thinking step.
 
-        carry: State of the batch after the step. `carry.data.rows`, int64 [batch], contains puzzle index *
-        (largest number of samples of a puzzle) + sample index.
+        carry: State of the batch after the step. Here, `carry.data.rows`, int64 [batch], contains puzzle
+        index * S + sample index, where S is the number of samples of a puzzle.
         wants_to_halt: Whether the model wants to halt, bool [batch].
         """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()

@@ -66,8 +66,9 @@ class Flow(TokenNetwork):
     random time t. In an evaluation, x starts as x0, and each call moves it towards the predicted answer.
 
     W_x is a learned matrix, and time_mlp a small MLP. z_H and z_L are hidden states, [batch, positions,
-    hidden]. L(z, y) applies a stack of transformer blocks to z + y. The same calls as in `models.trm.TRM`
-    have gradient. q_continue is ignored.
+    hidden]. L(z, y) applies a stack of transformer blocks to z + y. All calls of L in the last
+    `gradient_cycles` H cycles have gradient. If gradient_cycles is 0, only the last call for each state has
+    gradient. q_continue is ignored.
     """
 
     is_random = True

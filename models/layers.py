@@ -122,12 +122,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Does the same as `rotate`, for heads in which the two halves are interleaved.
+    """Applies rotary position embeddings to x, [n, length, heads, head_dim], with interleaved halves.
 
-    The features of a head are x1[0], x2[0], x1[1], x2[1], and so on. This is faster than `rotate` on a CPU,
-    but torch.compile does not support it.
+    The features of a head are x1[0], x2[0], x1[1], x2[1], and so on, where x1 and x2 are the halves in
+    `rotate`. Each pair (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin). This is faster than `rotate` on a
+    CPU, but torch.compile does not support it.
 
-    cos, sin: [length, head_dim / 2].
+    cos, sin: The same for all sequences and heads, [length, head_dim / 2].
     """
     # Complex numbers save 6 % of a forward and backward pass on a CPU.
     turns = torch.complex(cos, sin).repeat(1, x.shape[-2])

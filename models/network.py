@@ -42,7 +42,8 @@ class Network(nn.Module):
         of_data: Names of the tensors in a checkpoint that describe the training data, such as "candidates".
         boards_per_slot: Number of puzzles that a batch position stores in training. Each training step works
             on one of them.
-        num_answers: Largest number of right answers of a puzzle that training uses. If 1, it uses the label.
+        num_answers: Maximum number of right answers that a training batch contains for each puzzle. If 1, the
+            only one is the label.
         dtype: Dtype of activations and hidden states.
         puzzle_emb: Table of puzzle embeddings. None if the network has none.
     """
@@ -110,7 +111,7 @@ class Network(nn.Module):
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
         """Returns the puzzles on which the network wants to stop after a call: bool [batch].
 
-        The Q head decides by default (models/halting.py). `HaltingModel.halts` also applies the smallest and
+        The Q head decides by default (models/halting.py). `HaltingModel.halts` also applies exploration and
         the largest number of calls.
 
         state, prediction: Results of the call. rng: Random numbers of the call. None in an evaluation without

@@ -48,7 +48,8 @@ class AxialBlock(nn.Module):
     `forward` takes h, the table of rotary position embeddings or None, and a random key of each batch
     position for the dropout, int64 [batch], or None for no dropout.
 
-    number: Index of this block in the network. It gives each block different zeros of the dropout.
+    number: Index of this block in the network. The random bits of the dropout depend on it, so that each
+        block sets other elements to 0.
     """
 
     def __init__(self, arch: SERRMConfig, *, number: int):

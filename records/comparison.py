@@ -141,7 +141,8 @@ def tune(
     Returns a dict with "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells),
     "petaflops" (operations of the training, in 1e15) and "processor_hours" (its CPU time).
 
-    forward_dtype: Dtype, unless the plan sets one for the model.
+    plan, model_name: Content of records/comparison.yaml, and a key of its section `models`. forward_dtype:
+    Dtype, if the overrides of the model do not set arch.forward_dtype.
     """
     tuning = plan["tuning"]
     overrides = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")

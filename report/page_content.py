@@ -82,7 +82,7 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         # The evaluation has all test puzzles, `traced` only some.
         halts, steps = values.get("act_steps"), traced.trace.preds.shape[1]
         halts = halts if is_number(halts) else traced.trace.halting_steps.mean()
-        judge = "search" if traced.is_search else "Q head"
+        judge = "search" if traced.is_search else "model"
         halted = f"of {steps}, halted by the {judge}"
         found.append((written_name("act_steps"), written_value("act_steps", halts), halted))
     # The evaluation may have other loops or larger puzzles than the training, and then other steps.
@@ -185,11 +185,11 @@ def learning_charts(run: RunRecord) -> list[Chart]:
     solved.insert(1, Line("training, after one thinking step", *after_first, role="series2"))
     log, share, zero = {"log_y": True}, {"share": True}, {"from_zero": True}
     of_solved = (
-        "Fraction of puzzles with every cell right. The Q head predicts whether the answer is right, and "
-        "halts a puzzle. Training: at halting, and after the first thinking step of every puzzle."
+        "Fraction of puzzles with every cell right. Training: when the model halts, and after the first "
+        "thinking step of every puzzle."
     )
     of_q_head = "How often the Q head predicts correctly whether the answer is right."
-    of_steps = "Training: randomly chosen puzzles must think longer. Test: the Q head halts every puzzle."
+    of_steps = "Training: randomly chosen puzzles must think longer. Test: the model halts every puzzle."
     table = [
         ("Loss", curves("lm_loss"), log, "Cross-entropy per cell."),
         ("Puzzles solved", solved, share | zero, of_solved),
@@ -223,7 +223,7 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
     if traced:
         right, wrong = halting_histogram(traced)
         num_labelled = sum(right) + sum(wrong)
-        judge = "at the end of the search" if traced.is_search else "by the Q head"
+        judge = "at the end of the search" if traced.is_search else "by the model"
         caption = f"With halting {judge}, {sum(right):,} of {num_labelled:,} puzzles are right."
         stacks = [("right", "good", right), ("wrong", "bad", wrong)]
         if num_labelled:

@@ -160,7 +160,7 @@ class CheckpointManager:
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
         self._total_steps: int | None = None  # of the run
         self._stall_seconds: float | None = None
-        self._newest_step: int | None = None  # step of this run's newest checkpoint
+        self._newest_step: int | None = None  # step of the last save, or of the loaded checkpoint of this run
         self.last_save_failed = False
 
     def save(self, state: TrainState) -> None:

@@ -74,9 +74,11 @@ class TrainState:
     def numbers(self) -> dict[str, Any]:
         """Returns {"step": step, "metrics": metric sums}, for state.json of a checkpoint.
 
-        The metric sums are a list with one dict for each rank, such as [{"loss": 70.5, ...}, ...].
+        The metric sums are a list with one dict for each rank of `ranks`, such as [{"loss": 70.5,
+        "steps_summed": 10, ...}, ...]. Only the first of these ranks has the list. On others, "metrics" is
+        None.
 
-        All ranks call it. On ranks other than 0, "metrics" may be None.
+        All ranks call it.
         """
         local_sums = {**self.metrics.own(), "steps_summed": self.metrics.steps}
         return {"step": self.step, "metrics": gather_objects(local_sums, self.ranks)}
