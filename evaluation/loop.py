@@ -1,6 +1,6 @@
 """Final answers of an evaluation: after all thinking steps (calls of the model), or after early halting.
 
-If puzzles may halt early, the next puzzle takes the batch position of a halted one. The number of calls then
+If puzzles may halt early, the next puzzle takes the slot of a halted one. The number of calls then
 depends on the mean number of steps, not on the maximum. Invariant: other puzzles do not change an answer.
 """
 

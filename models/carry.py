@@ -86,13 +86,13 @@ class Prediction(NamedTuple):
 class Carry(NamedTuple):
     """State of a batch of puzzles between two calls of the model.
 
-    If a batch position stores several puzzles at once (LDT with boards_per_slot > 1), every tensor is [batch,
+    If a slot stores several puzzles at once (LDT with boards_per_slot > 1), every tensor is [batch,
     boards, ...].
 
     Attributes:
         state: Tensors of the network, such as hidden states, {name: tensor [batch, ...]}.
         steps: How many calls of the model each puzzle has had, int32 [batch].
-        halted: Which puzzles have halted, bool [batch]. Their batch positions get other puzzles next.
+        halted: Which puzzles have halted, bool [batch]. Their slots get other puzzles next.
         data: The puzzles and their labels. Its field `answers` is None.
     """
 
@@ -119,13 +119,13 @@ class Carry(NamedTuple):
         )
 
     def select(self, slots: slice | Tensor) -> Carry:
-        """Returns a carry with only some batch positions. slots: A slice, or indices (int64 [n])."""
+        """Returns a carry with only some slots. slots: A slice, or indices (int64 [n])."""
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
-        """Returns a carry with one puzzle for each batch position, if batch positions store several.
+        """Returns a carry with one puzzle for each slot, if slots store several.
 
-        picked: Index of the puzzle in each batch position, int64 [batch]. If None, returns the carry itself.
+        picked: Index of the puzzle in each slot, int64 [batch]. If None, returns the carry itself.
         """
         if picked is None:
             return self
@@ -133,7 +133,7 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Reverses `boards`: overwrites one puzzle in each batch position, in place. Returns this carry.
+        """Reverses `boards`: overwrites one puzzle in each slot, in place. Returns this carry.
 
         If `picked` is None, returns `boards`, the new puzzles, and does not change this carry.
         """
@@ -175,7 +175,7 @@ def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
 
 
 def where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Selects `new` or `old` for each batch position, as torch.where does for each element.
+    """Selects `new` or `old` for each slot, as torch.where does for each element.
 
     mask: bool [batch], True for `new`. new, old: Tensors [batch, ...].
     """

@@ -66,7 +66,7 @@ class StepCounter:
         return flops + more
 
     def carry_bytes(self) -> int:
-        """Returns how many bytes a batch position stores between calls: the puzzle and its state."""
+        """Returns how many bytes a slot stores between calls: the puzzle and its state."""
         carry = self.model.blank_carry(1, seq_len=self._seq_len, device=torch.device("meta"))
         return sum(tensor.nbytes for tensor in carry.tensors().values())
 

@@ -108,9 +108,9 @@ class HaltingModel(nn.Module):
     def initial_carry(self, batch: Batch) -> Carry:
         """Returns a state of the batch in which every puzzle is marked as finished.
 
-        Pass it to `refill`, which then starts every batch position on a new puzzle.
+        Pass it to `refill`, which then starts every slot on a new puzzle.
 
-        batch: Puzzles, one for each batch position.
+        batch: Puzzles, one for each slot.
         """
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         all_slots = torch.ones_like(steps, dtype=torch.bool)
@@ -127,10 +127,10 @@ class HaltingModel(nn.Module):
         Args:
             carry: State of the batch after a call of the model. It does not change. Its field `halted` is
                 True for finished puzzles.
-            batch: New puzzles, one for each batch position.
+            batch: New puzzles, one for each slot.
             reasoning: Settings of the calls of the model. Its field init_noise is the standard deviation of
                 random initial states. If it is 0, they are not random.
-            rng: Random numbers of the batch positions. If None, the initial states are not random.
+            rng: Random numbers of the slots. If None, the initial states are not random.
 
         Returns:
             The new state of the batch. No puzzle in it is finished.
@@ -153,7 +153,7 @@ class HaltingModel(nn.Module):
             reasoning: Settings, such as the largest number of calls for each puzzle, the number of cycles in
                 a call, and the noise. Training passes the attribute `reasoning`, which a schedule may change
                 during the run. An evaluation passes the result of `eval_reasoning`.
-            rng: Random numbers of the batch positions. They are needed for noise, dropout and exploration
+            rng: Random numbers of the slots. They are needed for noise, dropout and exploration
                 (`sample_exploration`). LDT and Flow always need them.
 
         Returns:
@@ -191,8 +191,8 @@ class HaltingModel(nn.Module):
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
         """Returns the state of the batch at the start of a run, with empty puzzles.
 
-        All puzzles are marked as finished, so `refill` starts every batch position on a new puzzle. The
-        tensors share no memory, so a checkpoint can be loaded into them. If a batch position stores several
+        All puzzles are marked as finished, so `refill` starts every slot on a new puzzle. The
+        tensors share no memory, so a checkpoint can be loaded into them. If a slot stores several
         puzzles in training (LDT), the tensors are [num_slots, puzzles, ...].
 
         num_slots: Batch size on this rank. seq_len: Number of cells (tokens) of a puzzle.

@@ -173,10 +173,10 @@ class Dropout(NamedTuple):
     """A dropout (arXiv 1207.0580) that takes its random bits from given keys.
 
     The positions of the zeros therefore do not depend on the number of ranks and micro-batches. A call takes
-    a tensor [rows, ...], in which each batch position has rows / batch consecutive rows.
+    a tensor [rows, ...], in which each slot (position of the batch) has rows / batch consecutive rows.
 
     Attributes:
-        keys: A random key for each batch position, int64 [batch], for example from
+        keys: A random key for each slot, int64 [batch], for example from
             `models.random.sample_keys`.
         stream: Index of this dropout in the network. It gives each dropout different zeros.
         probability: Probability that an element becomes 0. Other elements are divided by 1 - probability.

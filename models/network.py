@@ -28,6 +28,8 @@ from models.random import SlotRng
 class Network(nn.Module):
     """The base class of networks. Each model has a subclass, the `NETWORK` of its file.
 
+    A slot is one position of the batch (models/halting.py).
+
     A subclass defines `__init__(arch, metadata)`, `initial_state` and `forward`. `__init__` must assign
     modules in the order in which `forward` uses them. Ranks send the gradients in the reverse order, while
     the backward pass still runs.
@@ -40,7 +42,7 @@ class Network(nn.Module):
             the first one to finish gives the answer.
         is_random: Whether every evaluation needs random numbers.
         of_data: Names of the tensors in a checkpoint that describe the training data, such as "candidates".
-        boards_per_slot: Number of puzzles that a batch position stores in training. Each training step works
+        boards_per_slot: Number of puzzles that a slot stores in training. Each training step works
             on one of them.
         num_answers: Maximum number of right answers that a training batch contains for each puzzle. If 1, the
             only one is the label.
@@ -75,13 +77,13 @@ class Network(nn.Module):
         return {}
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns the state of every batch position before the first call on a new puzzle.
+        """Returns the state of every slot before the first call on a new puzzle.
 
         By default, it is the result of `initial_state`. If reasoning.init_noise is not 0, the hidden states
         are random.
 
-        data: Puzzles of all batch positions. rng: Random numbers. If None, the states are not random. fresh:
-        Batch positions that start on a new puzzle, bool [batch]. The caller uses only their states.
+        data: Puzzles of all slots. rng: Random numbers. If None, the states are not random. fresh:
+        Slots that start on a new puzzle, bool [batch]. The caller uses only their states.
         """
         state = self.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
         return with_initial_noise(state, reasoning, rng, fresh)
@@ -133,9 +135,9 @@ class Network(nn.Module):
         return sample_exploration(self.arch, seed=seed, step=step, batch_size=batch_size, reasoning=reasoning)
 
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
-        """Samples which puzzle each batch position works on in a training step.
+        """Samples which puzzle each slot works on in a training step.
 
-        Returns indices, int64 [batch]. Returns None if each batch position stores only one puzzle. With
+        Returns indices, int64 [batch]. Returns None if each slot stores only one puzzle. With
         arch.boards_per_slot > 1, LDT stores several.
         """
         return None

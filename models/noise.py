@@ -69,7 +69,7 @@ def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, 
     Hidden states are the entries with names that start with "z_". The noise is cut at 2 sigma. After the cut,
     it has the standard deviation reasoning.init_noise. Does nothing if init_noise is 0 or `rng` is None.
 
-    state: Initial state, which is changed in place. fresh: Batch positions with a new puzzle, bool [batch].
+    state: Initial state, which is changed in place. fresh: Slots with a new puzzle, bool [batch].
     """
     if not reasoning.init_noise or rng is None:
         return state

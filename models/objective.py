@@ -124,7 +124,7 @@ class Objective:
             output: Result of the call of the model.
             divisors: {name: count}. It contains "slots", and the counts that the method `divisors` returns.
             reasoning: Settings of the call of the model, such as the number of cycles.
-            rng: Random numbers of the batch positions.
+            rng: Random numbers of the slots.
 
         Returns:
             The loss, a scalar tensor, and {metric or divisor of a metric: scalar tensor}.

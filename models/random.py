@@ -89,15 +89,15 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) 
 
 @dataclasses.dataclass(frozen=True)
 class SlotRng:
-    """A source of random numbers for one call of the model on some batch positions.
+    """A source of random numbers for one call of the model on some slots.
 
-    Each batch position has its own numbers. Every sampling method has an argument `use`, a text that names
+    Each slot has its own numbers. Every sampling method has an argument `use`, a text that names
     the purpose, such as "hints". Different texts give independent numbers. The same text gives the same
     numbers again.
 
     Attributes:
         key: Integer of 64 bits, from the seed of the run.
-        counters: int64 [batch, 2], below 2**32. Different for every step and batch position.
+        counters: int64 [batch, 2], below 2**32. Different for every step and slot.
         arrays: Numbers that `Network.sample_randomness` sampled on the host, {name: [batch, ...]}.
     """
 
@@ -130,7 +130,7 @@ class SlotRng:
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))
 
     def __getitem__(self, slots: slice | Tensor) -> SlotRng:
-        """Returns the source for some batch positions. slots: A slice, or indices (int64 [n])."""
+        """Returns the source for some slots. slots: A slice, or indices (int64 [n])."""
         arrays = {name: array[slots] for name, array in self.arrays.items()}
         return SlotRng(self.key, self.counters[slots], arrays)
 
