@@ -44,14 +44,15 @@ class RunData:
             without `validation_fraction`.
         joins_repeats: Whether equal puzzles are held out together. False if an earlier version of this code
             started the run.
-        fingerprint: Hash of the content of the datasets.
-        test_fingerprint: Hash of the content of their test splits.
+        fingerprint: Hash of the content of all training folders.
+        test_fingerprint: Hash of the content of the test splits in these folders.
         infos: {training folder: its description}, such as the kind of puzzle.
         tests: {folder name: dataset} of `test_data_path`.
         evaluators: Evaluators of `dataset`, then of each of `tests`. Call `fresh_copy` for each evaluation.
         manifests: {data folder: content of its manifest file} at the start, to detect a rebuild.
         hashes: {index of a training folder: hashes of the examples that are trained on}. {} except on rank 0.
-        leaks: For each evaluated set, such as "eval/all", the puzzles that this run also trains on.
+        leaks: For each evaluated set, such as "eval/all", the puzzles that are also trained on: by this run,
+            or before in the checkpoint that the run starts from.
     """
 
     dataset: Dataset
@@ -119,7 +120,7 @@ class RunData:
 def open_data(config: PretrainConfig) -> RunData:
     """Opens and checks the datasets of a run. All ranks call it. An error on one rank ends all ranks.
 
-    Rank 0 checks every token. Raises an error if the machines of the run have different data.
+    Rank 0 checks every token. If the machines of the run have different data, all ranks end with a message.
     """
     fingerprint = test_fingerprint = ""
     trained, leaks, held_out = {}, Leaks(config.leaks), None
@@ -222,13 +223,12 @@ def hold_out(
 ) -> tuple[dict[str, np.ndarray], bool]:
     """Selects the training puzzles that are held out for validation.
 
-    Returns ({training set: bool mask [num_groups]}, True). A group is a puzzle with all its augmented copies.
-    The mask is True for groups that are held out. No held-out puzzle is equal to a puzzle that is trained on.
-    Without `validation_fraction`, the dict is {}.
+    Returns ({training set: mask of the held-out groups, bool [num_groups]}, joins_repeats). A group is a
+    puzzle with all its variants. Without the config key `validation_fraction`, the dict is {}.
 
-    If an earlier version of this code started the run, the second value is False. That version did not
-    compare puzzles. The mask is then the one of that version, so a held-out puzzle may be equal to a puzzle
-    that is trained on.
+    If `joins_repeats` is True, no held-out puzzle is equal to a puzzle that is trained on. It is False if an
+    earlier version of this code started the run. That version did not compare puzzles, and the run keeps its
+    masks.
 
     Raises ValueError if no puzzle is selected, or if some puzzle embeddings would not be trained.
 
@@ -291,8 +291,8 @@ def build_plan(
 
     Raises ValueError if a stage of the curriculum is too short for one batch.
 
-    data: Dataset of all `config.data_paths`. held_out: {training set: bool mask of puzzles that must not be
-    trained on [num_groups]}. A group is a puzzle with its augmented copies. If None, all are trained on.
+    data: Dataset of all `config.data_paths`. held_out: {training set: mask of the groups that must not be
+    trained on, bool [num_groups]}. A group is a puzzle with its variants. If None, all are trained on.
     """
     folder_index = {path: position for position, path in enumerate(config.data_paths)}
     before = [stage for stage in config.curriculum if stage.share is None]
