@@ -141,7 +141,7 @@ class TrainState:
 
         Any number of ranks may have saved the checkpoint. If the checkpoint has no averages (EMA), they start
         as its weights. If it has no outer momentum (local steps), the outer momentum starts as 0. If any
-        other name, shape or dtype does not match, ends all ranks with a message.
+        other tensor of the checkpoint does not match this run, ends all ranks with a message.
 
         folder: Folder of the checkpoint. content: Content of its state.json.
         """
