@@ -1,7 +1,7 @@
 """Finds, chooses and verifies the checkpoints of a run. A checkpoint is a folder step_<N> in a run folder.
 
-checkpointing/writer.py writes checkpoints. docs/checkpoints.md lists the files of a checkpoint. Its file
-manifest.json contains the size and the SHA-256 hash of every other file, and a hash of its own entries. So
+checkpointing/writer.py writes checkpoints. docs/checkpoints.md lists the files of a checkpoint. One of them,
+manifest.json, contains the size and the SHA-256 hash of every other file, and a hash of these entries. So
 `verify_checkpoint` detects every changed byte.
 """
 
@@ -62,7 +62,7 @@ def follow_step_link(path: Path) -> Path:
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """Returns the checkpoint folders step_<N> in a run folder, in the order of steps. They may be damaged."""
+    """Returns the checkpoint folders step_<N> in a run folder, in the order of steps. Some may be damaged."""
     folders = [path for path in run_folder.glob("step_*") if step_of(path) is not None and path.is_dir()]
     return sorted(folders, key=step_of)
 
@@ -171,10 +171,10 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
 
 
 def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
-    """Returns the newest checkpoint that is not damaged. None if `folders` is empty.
+    """Verifies checkpoints, and returns the newest one that is not damaged. None if `folders` is empty.
 
-    Warns of each damaged checkpoint that is newer. Raises ValueError if all are damaged, so that the user
-    decides whether to train again from step 0.
+    Warns of each damaged checkpoint that is newer than the returned one. Raises ValueError if all are
+    damaged, so that the user decides whether to train again from step 0.
 
     folders: Checkpoint folders of one run, newest last.
     are_ours: Whether the current run wrote them. If True, the newer damaged checkpoints are renamed to

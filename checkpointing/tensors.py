@@ -2,7 +2,7 @@
 
 A shard (`Shard` in distributed/shards.py) is the part of a tensor that a rank holds: some elements, and their
 positions in the flattened full tensor (`spans`). A section of a checkpoint is a named set of tensors and
-shards, such as "optimizer". It has these files:
+shards, such as "optimizer". A section has these files:
 
 - <section>.safetensors contains the full tensors.
 - <section>_<r>_of_<w>.safetensors contains the shards of rank r of w ranks. The metadata of the file contain

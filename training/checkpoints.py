@@ -128,8 +128,8 @@ class CheckpointManager:
         trained_on: Function (step) -> hashes of this run's examples that were trained on up to the step.
             Called only on rank 0. If None, checkpoints do not contain them.
         dataset: Training data, to find the embedding of each puzzle in another run (`init_from`) by name. If
-            None, or without names, embedding i is copied to embedding i. If the numbers of embeddings differ,
-            each becomes the mean of all.
+            None, or without names, embedding i is copied to embedding i, or each becomes the mean if the
+            numbers of embeddings differ.
 
     Attributes:
         best: Remembers evaluations, and finds the best step so far (`BestStep`).
@@ -279,15 +279,16 @@ class CheckpointManager:
         return self._of_data(step).join(self._before) if is_main() and self._of_data is not None else None
 
     def pop_stall_seconds(self) -> dict[str, float]:
-        """Returns the seconds spent in `save` since the last call, as {"checkpoint_stall_seconds": seconds}.
+        """Returns the seconds spent in `save`, as {"checkpoint_stall_seconds": seconds}.
 
-        Returns {} if nothing was saved.
+        Calls of `save` before the previous `pop_stall_seconds` are not counted. Returns {} if nothing was
+        saved since then.
         """
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
 
     def pop_saved(self) -> list[Path]:
-        """Returns the folders of the checkpoints that were written since the last call.
+        """Returns the folders of the checkpoints that were written since the previous call of `pop_saved`.
 
         Returns [] on ranks other than 0.
         """

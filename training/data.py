@@ -72,7 +72,8 @@ class RunData:
     def trained_on(self, step: int) -> Trained:
         """Returns hashes of all examples that training may have used in its first `step` steps.
 
-        These are all training examples of the datasets in use up to this step. Only rank 0 may call it.
+        The examples are those of all dataset folders in use up to this step, without held-out puzzles. Only
+        rank 0 may call it.
         """
         begun = {folder for stage, steps in self.plan.num_steps(step) if steps for folder in stage.folders}
         return Trained.of([self.hashes[folder] for folder in sorted(begun & self.hashes.keys())])
@@ -223,12 +224,13 @@ def hold_out(
 ) -> tuple[dict[str, np.ndarray], bool]:
     """Selects the training puzzles that are held out for validation.
 
-    Returns ({training set: mask of the held-out groups, bool [num_groups]}, joins_repeats). A group is a
-    puzzle with all its variants. Without the config key `validation_fraction`, the dict is {}.
+    Returns ({training set: mask of the held-out groups, bool [num_groups]}, whether equal puzzles are held
+    out together). A group is a puzzle with all its variants. Without the config key `validation_fraction`,
+    the dict is {}.
 
-    If `joins_repeats` is True, no held-out puzzle is equal to a puzzle that is trained on. It is False if an
-    earlier version of this code started the run. That version did not compare puzzles, and the run keeps its
-    masks.
+    Equal puzzles are held out together, so that no held-out puzzle is trained on. If an earlier version of
+    this code started the run, the run keeps the masks of that version. That version did not compare puzzles,
+    so the second value is False.
 
     Raises ValueError if no puzzle is selected, or if some puzzle embeddings would not be trained.
 

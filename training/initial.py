@@ -39,7 +39,7 @@ def load_initial_weights_(state: TrainState, config: PretrainConfig, dataset: Da
     state: State of step 0.
     dataset: Training data. If its puzzles and those of the checkpoint have names, each puzzle gets its own
         embedding from the checkpoint, and a new puzzle gets the mean of all. If None, or without names,
-        embedding i is copied to embedding i. If the numbers of embeddings differ, each becomes the mean.
+        embedding i is copied to embedding i, or each becomes the mean if the numbers of embeddings differ.
     """
     full_copies = {}
     with collective_errors():
@@ -61,8 +61,8 @@ def copy_weights_(
 
     targets: {name: full tensor or shard} of this rank, changed in place. location: Checkpoint: a path or an
     address hf://OWNER/NAME. arch: Architecture of this run. dataset: Training data, to find the embedding of
-    each puzzle in the checkpoint by name. If None, or without names, embedding i is copied to embedding i. If
-    the numbers of embeddings differ, each becomes the mean of all embeddings in the checkpoint.
+    each puzzle in the checkpoint by name. If None, or without names, embedding i is copied to embedding i, or
+    each becomes the mean if the numbers of embeddings differ.
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
     current, stored = (

@@ -154,8 +154,8 @@ class Monitor:
     def paused(self, activity: str = "training") -> Iterator[None]:
         """Context manager for work other than training steps, such as saving a checkpoint.
 
-        The time of the block is not counted as time of training steps. During the block, the watchdog does
-        not end a slow run. Before the block, ends the run if a loss or gradient norm was not finite.
+        The time of the block is not counted as time of training steps. During the block, the watchdog has no
+        time limit. Before the block, ends the run if a loss or gradient norm was not finite.
 
         activity: First word of the progress bar during the block, such as "evaluating".
         """
@@ -176,8 +176,8 @@ class Monitor:
     def reduce(self, state: TrainState) -> dict[str, float]:
         """Returns metrics of the training steps since the last call of `log`, as {"train/<name>": value}.
 
-        They include times, learning rates and the epoch. All ranks call it. The result is correct only on
-        rank 0.
+        The metrics include times, learning rates and the epoch. All ranks call it. The result is correct only
+        on rank 0.
         """
         self._finite.check()
         size = self._config.global_batch_size
@@ -194,7 +194,7 @@ class Monitor:
     def show_puzzles(self, state: TrainState) -> None:
         """Logs pictures of the model's answers to some test puzzles. All ranks call it.
 
-        The config key `wandb_log_puzzles` is the number of puzzles.
+        The config key `wandb_log_puzzles` is the number of puzzles, also for loggers other than W&B.
         """
         count = self._config.wandb_log_puzzles
         if not count or not broadcast_object(self._loggers.take_pictures):

@@ -1,7 +1,7 @@
 """Logs a run to Weights & Biases (W&B).
 
-The rows of metrics.jsonl matter most. If anything else fails (code, pictures, checkpoints, the report), a
-warning is printed, and rows are still sent. A thread sends artifacts, because sending them takes time.
+The rows of metrics.jsonl matter most. If sending the code, a picture, a checkpoint or the report fails, a
+warning is printed, and rows are still sent. A thread sends code and checkpoints, because this takes time.
 """
 
 import contextlib
