@@ -1,7 +1,7 @@
 """Finds, chooses and verifies the checkpoints of a run. A checkpoint is a folder step_<N> in a run folder.
 
-checkpointing/writer.py writes checkpoints. docs/checkpoints.md lists the files of a checkpoint. Its file
-manifest.json contains the size and the SHA-256 hash of every other file, and a hash of its own entries. So
+checkpointing/writer.py writes checkpoints. docs/checkpoints.md lists the files of a checkpoint. One of them,
+manifest.json, contains the size and the SHA-256 hash of every other file, and a hash of these entries. So
 `verify_checkpoint` detects every changed byte.
 """
 
@@ -45,20 +45,24 @@ _MOST_NAMED = 5  # runs or checkpoints in a message
 def step_of(path: Path) -> int | None:
     """Returns N if a path is named step_<N> or step_<N>.pt, otherwise None.
 
-    step_<N> is a checkpoint folder, and step_<N>.pt a file of weights from the code of URM's authors.
+    step_<N> is a checkpoint folder, or a file of weights that the authors of a model published. The authors
+    of URM named such files step_<N>.pt.
     """
     match = re.fullmatch(r"step_(\d+)(?:\.pt)?", path.absolute().name)
     return int(match[1]) if match else None
 
 
 def follow_step_link(path: Path) -> Path:
-    """Returns the target of a link to a checkpoint step_<N>. Returns any other path unchanged."""
+    """If a path is a link with another name, such as newest, to a checkpoint step_<N>, returns the target.
+
+    Returns any other path unchanged.
+    """
     target = Path(os.path.realpath(path))
     return target if step_of(path) is None and step_of(target) is not None else path
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """Returns the checkpoint folders step_<N> in a run folder, in the order of steps. They may be damaged."""
+    """Returns the checkpoint folders step_<N> in a run folder, in the order of steps. Some may be damaged."""
     folders = [path for path in run_folder.glob("step_*") if step_of(path) is not None and path.is_dir()]
     return sorted(folders, key=step_of)
 
@@ -117,13 +121,13 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
 
     The files of the checkpoint are verified. The values of `resume` are:
 
-    - auto: The newest undamaged checkpoint in the run folder. Newer damaged ones are renamed to
-      <name>.corrupt.
-    - must: The same as auto. Raises ValueError if there is no checkpoint.
-    - never: None. Raises ValueError if there is a checkpoint, because the run would overwrite it.
-    - a path: If this run has a checkpoint, the same as auto. Raises ValueError if the path is an older
-      checkpoint of this run. If this run has no checkpoint, the checkpoint at the path. If the path is the
-      folder of another run, the newest undamaged checkpoint in it.
+    - auto: Selects the newest undamaged checkpoint in `run_folder`. Newer damaged ones are renamed to
+      <name>.corrupt. If all are damaged, raises ValueError.
+    - must: Selects the same checkpoint as auto. If there is none, raises ValueError.
+    - never: Selects none. If there is a checkpoint, raises ValueError, because the run would overwrite it.
+    - a path: If `run_folder` has a checkpoint, selects the same checkpoint as auto. If the path is then an
+      older checkpoint in `run_folder`, raises ValueError. If `run_folder` has no checkpoint, selects the
+      checkpoint at the path, or the newest undamaged one if the path is the folder of another run.
     """
     checkpoints = checkpoints_in(run_folder)
     if config.resume == "never":
@@ -167,10 +171,10 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
 
 
 def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
-    """Returns the newest checkpoint that is not damaged. None if `folders` is empty.
+    """Verifies checkpoints, and returns the newest one that is not damaged. None if `folders` is empty.
 
-    Warns of each damaged checkpoint that is newer. Raises ValueError if all are damaged, so that the user
-    decides whether to train again from step 0.
+    Warns of each damaged checkpoint that is newer than the returned one. Raises ValueError if all are
+    damaged, so that the user decides whether to train again from step 0.
 
     folders: Checkpoint folders of one run, newest last.
     are_ours: Whether the current run wrote them. If True, the newer damaged checkpoints are renamed to
@@ -265,7 +269,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def remove_unfinished(run_folder: Path) -> None:
-    """Removes temporary files and checkpoint folders that killed processes have left in a run folder.
+    """Removes temporary files and unfinished checkpoints that killed processes have left in a run folder.
 
     No process may be writing into the run folder.
     """

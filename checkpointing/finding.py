@@ -174,9 +174,9 @@ class Checkpoint:
 def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
     """Finds checkpoints, and returns their descriptions on all ranks. All ranks call it.
 
-    Each node downloads a file from the Hugging Face Hub only once. An error ends all ranks.
+    Each node downloads a file from the Hugging Face Hub only once. An error ends all ranks with a message.
 
-    locations: Each as for `find_checkpoint`.
+    locations: Paths of checkpoints or run folders, names of models in weights/, or addresses hf://OWNER/NAME.
     """
     checkpoints = None
     with collective_errors():
@@ -202,7 +202,7 @@ def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def find_checkpoint(location: str | Path) -> Checkpoint:
-    """Finds a checkpoint, downloads it if necessary, and verifies its files.
+    """Finds a checkpoint, and downloads it if necessary. Verifies the files of a step_<N> folder.
 
     Args:
         location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file
@@ -213,7 +213,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         The description of the checkpoint.
 
     Raises:
-        ValueError: If there is no checkpoint, or a file is damaged.
+        ValueError: If there is no checkpoint, or if a file that was read or verified is damaged.
     """
     if str(location).startswith("hf:/"):
         from runtime.hub import download, parse_address

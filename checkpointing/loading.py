@@ -88,9 +88,11 @@ def load_trained_model(
 
 
 def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
-    """Returns rows (int64 [n]) of a table [num_rows, ndim]. Row number -1 gives the mean of all rows.
+    """Returns some rows of a table [num_rows, ndim], as a tensor [n, ndim].
 
-    Raises ValueError if the table lacks a row.
+    Raises ValueError if the table has fewer rows than needed.
+
+    rows: Index in the table of each row to return, int64 [n]. -1 gives the mean of all rows of the table.
     """
     if rows.max() >= table.shape[0]:
         raise ValueError(f"identities.npz names more puzzles than there are embeddings: {table.shape[0]}")

@@ -2,7 +2,7 @@
 
 A shard (`Shard` in distributed/shards.py) is the part of a tensor that a rank holds: some elements, and their
 positions in the flattened full tensor (`spans`). A section of a checkpoint is a named set of tensors and
-shards, such as "optimizer". It has these files:
+shards, such as "optimizer". A section has these files:
 
 - <section>.safetensors contains the full tensors.
 - <section>_<r>_of_<w>.safetensors contains the shards of rank r of w ranks. The metadata of the file contain
@@ -37,10 +37,10 @@ def shard_file(section: str, rank: int, size: int) -> str:
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
-    """Returns the paths of all files of a group of tensors in a checkpoint.
+    """Returns the paths of all files of a section, such as "weights", in a checkpoint folder.
 
-    The first is the file of full tensors, if it exists. Then comes one file for each rank that saved shards.
-    Returns [] if there are none. Raises ValueError if the file of one of these ranks is missing.
+    The file of full tensors comes first, if it exists. Then comes one file for each rank that saved shards.
+    Returns [] if there are no files. Raises ValueError if the file of one of these ranks is missing.
     """
     pattern = re.compile(rf"{re.escape(section)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
@@ -74,7 +74,7 @@ def load_into_(
     changed, every rank loads the mean of the values that the ranks saved.
 
     targets: {name: full tensor or shard} on this rank, changed in place. If empty, nothing is read.
-    is_optional: Whether the section may be missing. The targets then do not change.
+    is_optional: Whether the section may be missing. If it is missing, the targets do not change.
     remote_names: Ends of names. A stored tensor whose name ends with one of them may be missing in `targets`,
         because only other ranks hold it.
     casts: Names of tensors that may be stored in another floating-point dtype. Their values are converted.
@@ -109,7 +109,7 @@ def load_into_(
 
 
 def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
-    """Returns {name: full tensor} of one group of tensors in a checkpoint.
+    """Returns {name: full tensor} of a section, such as "weights", in a checkpoint folder.
 
     Joins the shards of all ranks that saved the checkpoint. Raises ValueError if files are missing or
     damaged.
@@ -162,7 +162,8 @@ class _Stored(NamedTuple):
         Raises ValueError if the shape of the full tensor or the dtype differs.
 
         weight: Weight of the stored values in the result: target += weight * (stored - target).
-        casts: Whether the stored floating-point dtype may differ from that of `target`.
+        casts: Whether the stored floating-point dtype may differ from that of `target`. If True, the values
+            are converted.
         """
         if self.shape != _shape_of(target):
             raise _does_not_fit(self.folder, self.key, stored=self.shape, current=_shape_of(target))
@@ -184,9 +185,9 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path, section: str) -> Iterator[_Stored]:
-    """Yields every full tensor and shard of a group in a checkpoint, without reading the values.
+    """Yields every full tensor and shard of a section in a checkpoint, without reading the values.
 
-    Raises ValueError if the group is missing. After the last tensor, raises ValueError if the shards of a
+    Raises ValueError if the section is missing. After the last tensor, raises ValueError if the shards of a
     tensor overlap or leave gaps.
     """
     paths = find_files(folder, section)
@@ -230,9 +231,11 @@ def _open(path: Path) -> safe_open:
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
     """Parses and checks the description of a shard in the metadata of its file, an untrusted JSON value.
 
-    Returns (spans, shape, is_by_rank) as in `_Stored`. Raises ValueError if the description is damaged.
+    Returns (positions of the elements in the flattened full tensor, shape of the full tensor, whether the
+    full tensor is [ranks, ...] with one row for each rank). Raises ValueError if the description is damaged.
 
-    num_stored: Number of elements that the file stores for this shard.
+    entry: The description [spans, shape, is_by_rank]. num_stored: Number of elements that the file stores for
+    this shard. where: File and name of the shard, for messages.
     """
     try:
         spans, shape, is_by_rank = entry

@@ -50,7 +50,7 @@ class CheckpointWriter:
         if this is unknown. The writing thread may call it.
 
     On rank 0, `failure` is the reason why the last save failed, or None if it succeeded. `saved` contains the
-    folders of the checkpoints that were written.
+    folders of the checkpoints that were written, oldest first. The caller may remove them.
     """
 
     def __init__(self, run_folder: Path, *, keep: int | None, best_of: Callable[[Iterable[int]], int | None]):
@@ -64,12 +64,12 @@ class CheckpointWriter:
     def start(self, step: int, sections: dict[str, Tensors], contents: dict[str, bytes]) -> None:
         """Copies this rank's tensors to host memory, and starts a thread that writes them to disk.
 
-        Waits for the previous save first. Does nothing if step_<N> exists. All ranks call it. A failure only
-        causes a warning.
+        Waits for the previous save first. If the checkpoint of `step` already exists, does nothing more. All
+        ranks call it. A failure only causes a warning.
 
-        sections: {name of a group of tensors, such as "optimizer": {name: full tensor or shard}}. Rank 0
-            writes the full tensors.
-        contents: {file name, such as "state.json": content} of files that the thread also writes. Empty
+        sections: {section, such as "optimizer": {name: full tensor or shard}}. Only rank 0 writes the full
+            tensors.
+        contents: {file name, such as "state.json": content} of small files that the thread also writes. Empty
             except on rank 0.
         """
         self.wait()
@@ -157,7 +157,10 @@ class CheckpointWriter:
         return {file: entry for written in of_ranks for file, entry in written["files"].items()}
 
     def remove_old(self) -> None:
-        """Removes all checkpoints except the `keep` newest and the best. Only rank 0 calls it."""
+        """Removes all checkpoints except the `keep` newest and the best. If `keep` is None, removes none.
+
+        Only rank 0 calls it.
+        """
         if self._keep is None:
             return
         folders = {step_of(path): path for path in checkpoints_in(self._run_folder)}
@@ -208,10 +211,12 @@ def local_part(tensors: Tensors) -> Tensors:
 
 
 def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
-    """Writes the files of this rank into a folder. The arguments are those of `CheckpointWriter.start`.
+    """Writes the files of this rank into a folder, and flushes them.
 
     Returns {"files": {file name: {"bytes": size, "sha256": hash}}, "failure": ""}, or {"failure": reason}.
     An error is not raised, because rank 0 collects the results of all ranks.
+
+    sections: {section: {name: full tensor or shard}}. contents: {file name: content} of small files.
     """
     try:
         paths = [path for name, tensors in sections.items() for path in save_section(tensors, folder, name)]
@@ -224,10 +229,12 @@ def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str,
 
 
 def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
-    """Writes a group of tensors of a checkpoint. Returns the paths of the files.
+    """Writes a section of a checkpoint, a named set of tensors. Returns the paths of the files.
 
-    Full tensors are in <section>.safetensors, and shards in <section>_<rank>_of_<ranks>.safetensors. Only one
-    rank may pass full tensors.
+    Writes full tensors to <section>.safetensors, and the shards of this rank to
+    <section>_<rank>_of_<ranks>.safetensors. Only one rank may pass full tensors.
+
+    tensors: {name: full tensor or shard}. section: Name of the section, such as "optimizer".
     """
     full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}

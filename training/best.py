@@ -19,7 +19,7 @@ _ERRORS = ("conflicts", "undecided", "wrong")  # metrics that are 0 at best
 def goal_of(name: str) -> Literal["max", "min"] | None:
     """Returns "max" if high values of a metric are better, and "min" if low values are better.
 
-    Returns None if this is unknown. Example: "max" for "eval/all/exact_accuracy".
+    Example: "max" for "eval/all/exact_accuracy". Returns None for a metric of unknown meaning.
     """
     metric = name.rpartition("/")[2]
     if metric.endswith("loss") or metric in _ERRORS:
@@ -62,11 +62,11 @@ class Selection:
         )
 
     def evaluated(self, row: Mapping[str, float]) -> list[str]:
-        """Returns the keys of a row that are from the split whose metric selects the best checkpoint."""
+        """Returns the keys of a row that are from the split of the metric, such as "eval/all/accuracy"."""
         return [name for name in row if name.startswith(f"{self._pass}/")]
 
     def best_step(self, values: Mapping[int, float]) -> int | None:
-        """Returns the step with the best value. Of equal values, the latest step.
+        """Returns the step with the best value, or the latest of several such steps.
 
         Returns None if no value is finite.
 
@@ -80,7 +80,7 @@ class Selection:
 class BestStep:
     """Remembers the metric `keep_best` of each evaluation, and finds the training step with the best value.
 
-    Only rank 0 has values. If the config key `keep_best` is null, no step is the best.
+    The config key `keep_best` names the metric. If it is null, no step is the best. Only rank 0 has values.
     """
 
     def __init__(self, config: PretrainConfig):
@@ -162,8 +162,8 @@ class BestStep:
     def load_state(self, saved: dict[str, Any] | None, rows: Iterable[Mapping[str, float]]) -> None:
         """Restores the values of earlier evaluations in a resumed run. Does not communicate.
 
-        saved: Result of `state` when the checkpoint was saved, or None. It is ignored if the config key
-            `keep_best` has changed since then.
+        saved: Result of `state` when the checkpoint was saved. None if there was no evaluation yet, or if the
+            checkpoint is from another run. Ignored if the metric or its split has changed since then.
         rows: Rows of metrics.jsonl up to the step of the checkpoint. If the row of the best step is lost, its
             value is known from `saved`.
         """

@@ -25,7 +25,7 @@ A resume, at the start of the next launch:
 The following is not stored, because it depends only on the step and the config: random numbers
 (models/random.py), the position in the data (dataset/plan.py), the learning rates (training/schedule.py),
 and the step count of AdamATan2 (`Weights.update_` passes it). With local steps, a checkpoint is saved only
-after a step that made the weights of all ranks equal.
+after a step in which the ranks merge their weights.
 
 A checkpoint is a folder step_<N>. It contains tensors (in files for each section, such as "optimizer"),
 state.json, config.yaml, hashes of the training examples (trained_on.safetensors), and manifest.json with the
@@ -114,8 +114,8 @@ class _Saved(Strict):
 class CheckpointManager:
     """Saves the checkpoints of a run, and resumes the run from one. All ranks call the methods together.
 
-    It is a context manager around the training steps. Leaving the block, also by an exception, waits for the
-    current save. A failed save only causes a warning.
+    A manager is a context manager around the training steps. At the end of the block, it waits for the
+    current save, after an exception at most 60 s. A failed save only causes a warning.
 
     Args:
         run_folder: Folder that contains the checkpoints.
@@ -127,8 +127,9 @@ class CheckpointManager:
             in every checkpoint.
         trained_on: Function (step) -> hashes of this run's examples that were trained on up to the step.
             Called only on rank 0. If None, checkpoints do not contain them.
-        dataset: Training data. With it, the weights of another run (`init_from`) are copied so that each
-            puzzle gets its own embedding. If None, embedding i is copied to embedding i.
+        dataset: Training data, to find the embedding of each puzzle in another run (`init_from`) by name. If
+            None, or without names, embedding i is copied to embedding i, or each becomes the mean if the
+            numbers of embeddings differ.
 
     Attributes:
         best: Remembers evaluations, and finds the best step so far (`BestStep`).
@@ -166,10 +167,10 @@ class CheckpointManager:
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
 
-        Returns when the tensors of this rank are copied to host memory. A thread then writes the files. With
-        checkpoint_async=false, the call returns when this rank has written its files. On rank 0, it returns
-        when the files of all ranks are written. Does nothing if this step is already saved, or if saving it
-        has failed.
+        First waits until the previous save has ended. Returns when the tensors of this rank are copied to
+        host memory. A thread then writes the files. With checkpoint_async=false, `save` returns only when
+        this rank has written its files, and on rank 0 only when all ranks have. If the current step is
+        already saved, or if a save of this step has failed, does nothing.
         """
         if state.step == self._newest_step:
             return
@@ -204,17 +205,18 @@ class CheckpointManager:
     def resume(self, state: TrainState, *, total_steps: int | None = None) -> bool:
         """Loads the checkpoint that the config key `resume` selects into `state`. All ranks call it.
 
-        Without a checkpoint, loads only the weights of the checkpoint in the key `init_from`, if it is set.
-        Removes rows of later steps from metrics.jsonl. Ends all ranks with a message if the checkpoint does
-        not match this run.
+        If `resume` selects no checkpoint and the key `init_from` is set, loads only the weights of the
+        checkpoint that `init_from` names. Removes rows of later steps from metrics.jsonl. Ends all ranks with
+        a message if the checkpoint does not match this run.
 
         Args:
             state: State of step 0.
-            total_steps: Number of steps of the run. If None, the step of the checkpoint is not checked.
+            total_steps: Number of steps of the run. A checkpoint of a later step is an error. If None, the
+                step is not checked.
 
         Returns:
             Whether metrics.jsonl contains the metrics of the loaded step. True at step 0. If False, the
-            caller must log them. `state.metrics` contains their sums.
+            caller must log the metrics if a row is due. `state.metrics` contains the metric sums.
         """
         folder, config, chosen, content, is_this_run = self._run_folder, self._config, None, {}, False
         self._total_steps = total_steps
@@ -277,15 +279,16 @@ class CheckpointManager:
         return self._of_data(step).join(self._before) if is_main() and self._of_data is not None else None
 
     def pop_stall_seconds(self) -> dict[str, float]:
-        """Returns the seconds spent in `save` since the last call, as {"checkpoint_stall_seconds": seconds}.
+        """Returns the seconds spent in `save`, as {"checkpoint_stall_seconds": seconds}.
 
-        Returns {} if nothing was saved.
+        Calls of `save` before the previous `pop_stall_seconds` are not counted. Returns {} if nothing was
+        saved since then.
         """
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
 
     def pop_saved(self) -> list[Path]:
-        """Returns the folders of the checkpoints that were written since the last call.
+        """Returns the folders of the checkpoints that were written since the previous call of `pop_saved`.
 
         Returns [] on ranks other than 0.
         """
@@ -304,8 +307,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits until the last checkpoint is saved, and sets `last_save_failed`. All ranks call it.
 
-        Also removes all checkpoints except the `keep_checkpoints` newest and the best. A second call does no
-        harm.
+        If the config key `keep_checkpoints` is set, then removes all checkpoints except the newest ones (as
+        many as the key says) and the best. A second call does no harm.
         """
         self._writer.wait()
         if is_main():

@@ -95,7 +95,10 @@ class StepClock:
 
 
 class Stragglers:
-    """Finds a rank that is much slower than the others for many training steps. Only rank 0 uses it."""
+    """Finds a straggler: a rank that is much slower than the others for many training steps.
+
+    Only rank 0 uses this class.
+    """
 
     def __init__(self) -> None:
         self._rank, self._rows, self._steps = 0, 0, 0  # the slow rank, and since when it is slow
@@ -181,8 +184,8 @@ def traced_steps(
 ) -> Iterator[Callable[[], None]]:
     """Context manager that profiles some training steps of this rank, if `is_enabled`.
 
-    Yields a function that must be called after each step. Writes a trace for chrome://tracing or
-    ui.perfetto.dev into `folder`, and prints the ten slowest operators.
+    Yields a function that must be called after each step. After the last profiled step, writes a trace
+    for chrome://tracing or ui.perfetto.dev into `folder`, and logs the ten slowest operators.
 
     first_step: Number of training steps that the run had done before this process started, for the file name.
     steps: First and last step to profile. (5, 7) means steps 5 to 7 after the start of this process.

@@ -26,9 +26,10 @@ _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
 
 class Console:
-    """Shows the progress of a training on the terminal.
+    """Logger that shows the progress of a run on the terminal.
 
-    A progress bar shows the newest training metrics. Each evaluation prints one line for each test set.
+    A progress bar shows the newest training metrics. Each evaluation prints a line for each test and
+    validation set.
 
     steps: range(start, stop). `start` is the number of training steps that were already done when this
         process started, 0 for a new training. `stop` is the number of the last step that this process does.
@@ -71,8 +72,8 @@ class Console:
     def _show_evaluation(self, step: int, where: str, texts: dict[str, str], *, is_best: bool) -> None:
         """Prints one line with the results of a test or validation set.
 
-        where: Name of the set, such as "  eval/all", or "" if there is only one. texts: Result of
-        `_shown_metrics` as a dict, such as {"accuracy": "0.913"}. is_best: Whether to mark the first value as
+        where: Name of the set, such as "  eval/all". "" if only one set was evaluated. texts: {short name of
+        a metric: value as text}, such as {"accuracy": "0.913"}. is_best: Whether to mark the first value as
         the best so far.
         """
         elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
@@ -125,8 +126,8 @@ def _show_end(seconds: float) -> None:
 def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
     """Selects metrics of a test set to show on the console. Yields (short name, value as text) of each.
 
-    ARC puzzles without labels have no accuracy. Then yields a pair such as ("64", "answers, no labels"), with
-    the number of answers of the model. The console shows "64 answers, no labels".
+    If the set contains ARC puzzles without labels, it has no accuracy. The first pair is then, for example,
+    ("64", "answers, no labels") for 64 answers of the model. The console shows "64 answers, no labels".
 
     metrics: {metric: value} of the test set.
     keep_best: Name of the metric that selects the best checkpoint, or None. This metric comes first.

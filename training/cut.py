@@ -10,8 +10,8 @@ from models.urm import ConvSwiGLU
 def plan_of(layer: nn.Module) -> Plan | None:
     """Returns how tensor parallelism divides the weights of a layer among ranks.
 
-    Returns None if it does not divide them. Otherwise each rank computes the layer with its part of the
-    weights, and the outputs are summed over ranks.
+    Returns None if every rank holds all weights of the layer. Otherwise each rank computes the layer with its
+    part of the weights, and the outputs are summed over ranks.
     """
     if isinstance(layer, Attention):  # by heads
         width, inner = layer.o_proj.weight.shape

@@ -44,14 +44,15 @@ class RunData:
             without `validation_fraction`.
         joins_repeats: Whether equal puzzles are held out together. False if an earlier version of this code
             started the run.
-        fingerprint: Hash of the content of the datasets.
-        test_fingerprint: Hash of the content of their test splits.
+        fingerprint: Hash of the content of all training folders.
+        test_fingerprint: Hash of the content of the test splits in these folders.
         infos: {training folder: its description}, such as the kind of puzzle.
         tests: {folder name: dataset} of `test_data_path`.
         evaluators: Evaluators of `dataset`, then of each of `tests`. Call `fresh_copy` for each evaluation.
         manifests: {data folder: content of its manifest file} at the start, to detect a rebuild.
         hashes: {index of a training folder: hashes of the examples that are trained on}. {} except on rank 0.
-        leaks: For each evaluated set, such as "eval/all", the puzzles that this run also trains on.
+        leaks: For each evaluated set, such as "eval/all", the puzzles that are also trained on: by this run,
+            or before in the checkpoint that the run starts from.
     """
 
     dataset: Dataset
@@ -71,7 +72,8 @@ class RunData:
     def trained_on(self, step: int) -> Trained:
         """Returns hashes of all examples that training may have used in its first `step` steps.
 
-        These are all training examples of the datasets in use up to this step. Only rank 0 may call it.
+        The examples are those of all dataset folders in use up to this step, without held-out puzzles. Only
+        rank 0 may call it.
         """
         begun = {folder for stage, steps in self.plan.num_steps(step) if steps for folder in stage.folders}
         return Trained.of([self.hashes[folder] for folder in sorted(begun & self.hashes.keys())])
@@ -119,7 +121,7 @@ class RunData:
 def open_data(config: PretrainConfig) -> RunData:
     """Opens and checks the datasets of a run. All ranks call it. An error on one rank ends all ranks.
 
-    Rank 0 checks every token. Raises an error if the machines of the run have different data.
+    Rank 0 checks every token. If the machines of the run have different data, all ranks end with a message.
     """
     fingerprint = test_fingerprint = ""
     trained, leaks, held_out = {}, Leaks(config.leaks), None
@@ -222,13 +224,13 @@ def hold_out(
 ) -> tuple[dict[str, np.ndarray], bool]:
     """Selects the training puzzles that are held out for validation.
 
-    Returns ({training set: bool mask [num_groups]}, True). A group is a puzzle with all its augmented copies.
-    The mask is True for groups that are held out. No held-out puzzle is equal to a puzzle that is trained on.
-    Without `validation_fraction`, the dict is {}.
+    Returns ({training set: mask of the held-out groups, bool [num_groups]}, whether equal puzzles are held
+    out together). A group is a puzzle with all its variants. Without the config key `validation_fraction`,
+    the dict is {}.
 
-    If an earlier version of this code started the run, the second value is False. That version did not
-    compare puzzles. The mask is then the one of that version, so a held-out puzzle may be equal to a puzzle
-    that is trained on.
+    Equal puzzles are held out together, so that no held-out puzzle is trained on. If an earlier version of
+    this code started the run, the run keeps the masks of that version. That version did not compare puzzles,
+    so the second value is False.
 
     Raises ValueError if no puzzle is selected, or if some puzzle embeddings would not be trained.
 
@@ -291,8 +293,8 @@ def build_plan(
 
     Raises ValueError if a stage of the curriculum is too short for one batch.
 
-    data: Dataset of all `config.data_paths`. held_out: {training set: bool mask of puzzles that must not be
-    trained on [num_groups]}. A group is a puzzle with its augmented copies. If None, all are trained on.
+    data: Dataset of all `config.data_paths`. held_out: {training set: mask of the groups that must not be
+    trained on, bool [num_groups]}. A group is a puzzle with its variants. If None, all are trained on.
     """
     folder_index = {path: position for position, path in enumerate(config.data_paths)}
     before = [stage for stage in config.curriculum if stage.share is None]

@@ -107,7 +107,7 @@ class Needs:
         return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
     def slots_that_fit(self, num_bytes: float, reasoning: Reasoning) -> int:
-        """Estimates how many puzzles a process with `num_bytes` of memory can train at the same time."""
+        """Estimates how many slots fit into a process with `num_bytes` bytes of memory."""
         of_slots = self.activations(reasoning) + self.memory()["carry"]
         fixed = sum(self.memory().values()) - self.memory()["carry"]
         return max(0, int((num_bytes - fixed) / of_slots * self.slots))
@@ -115,8 +115,9 @@ class Needs:
     def sent(self, reasoning: Reasoning) -> dict[str, Sent]:
         """Estimates what a process sends in a training step: {purpose: number of messages and bytes}.
 
-        Example of a purpose: "sums of gradients". The bytes of puzzle embeddings are an upper limit. Messages
-        for metrics and gradient clipping are not counted.
+        Example of a purpose: "sums of gradients". With local_steps > 1, the numbers are means over steps. The
+        bytes of puzzle embeddings are an upper limit. Messages for metrics and gradient clipping are not
+        counted.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(reasoning)

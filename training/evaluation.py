@@ -29,13 +29,15 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Evaluates all test and validation sets. All ranks call it.
 
-    With EMA, this evaluates the averages, and with the key `raw` also the raw weights.
+    If the config key `ema` is set, evaluates the moving averages of the weights. If the key `raw` is set,
+    also evaluates the weights themselves on the test split. Writes answers of the test split into the run
+    folder if the key `save_outputs` or an evaluator asks for them.
 
     Args:
         config: Config of the run.
         state: Weights and averages of this rank.
         data: Result of `open_data`.
-        interruption: Checked during the evaluation for a request to stop. If None, the evaluation always
+        interruption: Checked for stop requests during the evaluation. If None, the evaluation always
             completes.
         only_first_batches: Whether to evaluate only the first batch of each set, and write no files.
 

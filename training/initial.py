@@ -1,4 +1,4 @@
-"""What a run takes over from the checkpoint of another run: weights (`init_from`) and known examples."""
+"""What a run takes over from a checkpoint of another run: weights, and hashes of the training examples."""
 
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ def load_initial_weights_(state: TrainState, config: PretrainConfig, dataset: Da
     The optimizer state and the step do not change. An error ends all ranks with a message.
 
     state: State of step 0.
-    dataset: Training data. With it, each puzzle gets its own embedding from the checkpoint. If the checkpoint
-        does not know the puzzle, the embedding is the mean of all. If None, embedding i is copied to
-        embedding i.
+    dataset: Training data. If its puzzles and those of the checkpoint have names, each puzzle gets its own
+        embedding from the checkpoint, and a new puzzle gets the mean of all. If None, or without names,
+        embedding i is copied to embedding i, or each becomes the mean if the numbers of embeddings differ.
     """
     full_copies = {}
     with collective_errors():
@@ -56,11 +56,13 @@ def copy_weights_(
 
     Returns {name: full weight} for the weights of which this rank has only a shard. The caller sends them to
     all ranks. Uses the moving averages (EMA) if the checkpoint contains them. Raises ValueError if names or
-    shapes of weights differ. The message lists the config keys to set.
+    shapes of weights differ. Only the number of puzzle embeddings may differ. The message lists the config
+    keys to set.
 
     targets: {name: full tensor or shard} of this rank, changed in place. location: Checkpoint: a path or an
-    address hf://OWNER/NAME. arch: Architecture of this run. dataset: Training data, to find the embeddings of
-    its puzzles in the checkpoint. If None, embedding i is copied to embedding i.
+    address hf://OWNER/NAME. arch: Architecture of this run. dataset: Training data, to find the embedding of
+    each puzzle in the checkpoint by name. If None, or without names, embedding i is copied to embedding i, or
+    each becomes the mean if the numbers of embeddings differ.
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
     current, stored = (
@@ -153,9 +155,10 @@ def fill_(
 
 
 def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: bool) -> Trained | None:
-    """Returns hashes of the examples on which the initial weights of this process were trained.
+    """Returns hashes of the examples on which the weights were trained before this launch.
 
-    Returns None if the weights are random. Raises ValueError if a file is damaged.
+    Returns None if the weights are random. If some of the examples are unknown, the field `is_complete` of
+    the result is False. Raises ValueError if a file is damaged.
 
     chosen: Folder of the checkpoint from which training continues. If None, the weights come from the
         checkpoint `init_from`, or are random.
@@ -176,8 +179,8 @@ def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: 
 def log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
     """Logs a message if the learning rate jumps when a run continues from another run.
 
-    It is logged if the rates of both runs differ by more than 1 % at the same step. Example: the other run
-    had fewer steps, so its learning rate was lower at its end.
+    The message is logged if the rates of both runs differ by more than 1 % at the same step. Example: the
+    other run had fewer steps, so its learning rate was lower at its end.
 
     chosen: Folder of a checkpoint of the other run (resume=PATH).
     content: Content of the state.json of this checkpoint, such as {"step": 100, "total_steps": 500, ...}.

@@ -38,10 +38,11 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 
 
 def check_layout(config: PretrainConfig, world_size: int) -> None:
-    """Raises ValueError if the batch cannot be divided evenly among processes, or into micro-batches.
+    """Raises ValueError if the slots cannot be divided evenly among processes, or into micro-batches.
 
-    If torchrun may change the number of nodes, an uneven division among processes causes only a warning, and
-    micro-batches may be smaller, except with local_steps > 1 or with a pipeline.
+    If torchrun may change the number of nodes (--nnodes MIN:MAX), uneven micro-batches are allowed, and an
+    uneven division among processes causes only a warning. This exception does not apply with local_steps > 1
+    or with a pipeline.
 
     world_size: Number of processes.
     """

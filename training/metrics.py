@@ -13,12 +13,12 @@ def training_metrics(
 ) -> dict[str, float]:
     """Computes the metrics of some training steps from sums over these steps.
 
-    Returns {metric: value}, such as {"loss": 0.7, "accuracy": 0.9}. Metrics without data are left
-    out. Example: accuracies are means over the puzzles that have halted, and none has halted.
+    Returns {metric: value}, such as {"loss": 0.7, "accuracy": 0.9}. A metric without data is left out.
+    Example: accuracies are means over the puzzles that have halted. If no puzzle has halted, there is none.
 
     network: The network or its class. It determines which metrics there are.
     sums: {name: sum over the global batch and the steps}.
-    steps: Number of these steps.
+    steps: Number of training steps in the sums.
     """
     objective = network.objective_class
     metrics = objective.metrics | objective.training_metrics | {"grad_norm": "updates", "loss": "slots"}
@@ -29,7 +29,8 @@ def training_metrics(
 class FiniteCheck:
     """Ends the run if a loss or gradient norm is NaN or infinite. All ranks call the methods.
 
-    On a GPU, `add` does not wait for the device. Only `check` then ends the run.
+    On a CPU, `add` already ends the run. On a GPU, `add` does not wait for the device, and only `check` ends
+    the run.
     """
 
     def __init__(self, device: torch.device):
@@ -41,10 +42,10 @@ class FiniteCheck:
     def add(self, step: int, *, set_name: str, loss: Tensor, grad_norm: Tensor) -> None:
         """Records whether the loss and the gradient norm of a training step are finite.
 
-        On a CPU, ends all ranks at once if one of them is not.
+        On a CPU, ends all ranks at once if the loss or the gradient norm is not finite.
 
         step: Number of the step, from 1. set_name: Training set of the batch, for the message. loss,
-        grad_norm: Scalars, equal on all ranks.
+        grad_norm: Scalar tensors, equal on all ranks.
         """
         self._set_names[step] = set_name
         values = torch.stack((loss.detach().float(), grad_norm.float()))

@@ -55,7 +55,7 @@ def build_local_model(
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:
-    """Returns an object that counts the floating-point operations of a training step.
+    """Returns an object that counts the floating-point operations of a thinking step on one puzzle.
 
     metadata: Sizes of the dataset, such as the vocabulary.
     """

@@ -1,4 +1,4 @@
-"""Logs the metrics of a run, measures its speed, and ends it if loss or gradients are not finite."""
+"""Logs the metrics of a run, measures its speed, and ends the run if loss or gradients are not finite."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ _OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # keys of
 
 
 class Monitor:
-    """Logs the metrics of a training, measures its speed, and ends it if a loss is not finite.
+    """Logs the metrics of a run, measures its speed, and ends the run if loss or gradients are not finite.
 
-    It is a context manager around the training steps. All ranks call the methods together.
+    A monitor is a context manager around the training steps. All ranks call the methods together.
 
     program: Config, device and watchdog of this process. The watchdog ends a run that hangs.
     state: State of the run at the start of this process.
@@ -116,7 +116,10 @@ class Monitor:
         return (*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name)
 
     def close(self) -> None:
-        """Closes the loggers. Call it after the last checkpoint is saved. A second call does nothing."""
+        """Sends the last checkpoints to the loggers, then closes the loggers and ends profiling.
+
+        Call it after the last checkpoint is saved. A second call does nothing.
+        """
         self._send_checkpoints()
         self._stack.close()
 
@@ -124,7 +127,7 @@ class Monitor:
     def reading(self) -> Iterator[None]:
         """Context manager that measures how long the block waits for the next batch.
 
-        The measured time of a training step starts here.
+        The measured time of the training step starts when the block starts.
         """
         self.clock.start()
         with self.clock.measure("data_wait"):
@@ -151,8 +154,8 @@ class Monitor:
     def paused(self, activity: str = "training") -> Iterator[None]:
         """Context manager for work other than training steps, such as saving a checkpoint.
 
-        The work does not count as time of training steps, and may take long without a timeout. Before the
-        block, ends the run if a loss or gradient norm was not finite.
+        The time of the block is not counted as time of training steps. During the block, the watchdog has no
+        time limit. Before the block, ends the run if a loss or gradient norm was not finite.
 
         activity: First word of the progress bar during the block, such as "evaluating".
         """
@@ -171,9 +174,10 @@ class Monitor:
         return self._schedule.has_row(step) and step != self._logged_step
 
     def reduce(self, state: TrainState) -> dict[str, float]:
-        """Returns the training metrics since the last call of `log`, as {"train/<name>": value}.
+        """Returns metrics of the training steps since the last call of `log`, as {"train/<name>": value}.
 
-        All ranks call it. The result is correct only on rank 0.
+        The metrics include times, learning rates and the epoch. All ranks call it. The result is correct only
+        on rank 0.
         """
         self._finite.check()
         size = self._config.global_batch_size
@@ -190,7 +194,7 @@ class Monitor:
     def show_puzzles(self, state: TrainState) -> None:
         """Logs pictures of the model's answers to some test puzzles. All ranks call it.
 
-        The config key `wandb_log_puzzles` is the number of puzzles.
+        The config key `wandb_log_puzzles` is the number of puzzles, also for loggers other than W&B.
         """
         count = self._config.wandb_log_puzzles
         if not count or not broadcast_object(self._loggers.take_pictures):
@@ -203,8 +207,8 @@ class Monitor:
     def log(self, state: TrainState, row: dict[str, float]) -> None:
         """Logs the metrics of training step `state.step`, and resets their sums in `state.metrics`.
 
-        row: {name of a metric: value}. If it contains an evaluation, the best value so far of the metric
-            `keep_best` is also logged.
+        row: {name of a metric: value}. If the row contains results of an evaluation, the best value so far of
+            the metric that the config key `keep_best` names is also logged.
         """
         self._loggers.log(state.step, row | self._checkpoints.best.record(state.step, row))
         self._logged_step = state.step

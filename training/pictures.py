@@ -1,6 +1,6 @@
 """Draws a model's answers to a few test puzzles: puzzle, answers after some thinking steps, solution.
 
-A wrong cell is red. If the kind of puzzle gives its token a color, the cell is crossed out instead.
+A wrong cell is red. If the token in the cell has its own color, as in ARC, the cell is crossed out instead.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ class Thoughts:
     def html(self) -> str:
         """Returns HTML with a caption and an SVG picture for each puzzle.
 
-        The picture shows the grids of the puzzle side by side.
+        The picture shows the puzzle, some answers and the solution side by side.
         """
         drawn = []
         for index, name in enumerate(self.names):

@@ -64,8 +64,8 @@ def compose_run(
 def name_arch(arguments: Sequence[str]) -> list[str]:
     """Replaces the argument arch=checkpoint by arguments for the architecture of the checkpoint `init_from`.
 
-    Returns the new list, for example with "arch=trm" and "++arch.hidden_size=128". Raises ValueError if
-    `init_from` is not a checkpoint.
+    Returns all arguments. Example: "arch=trm" and "++arch.hidden_size=128" replace "arch=checkpoint". Without
+    arch=checkpoint, the arguments do not change. Raises ValueError if `init_from` is not a checkpoint.
     """
     if ARCH_WORD not in arguments:
         return list(arguments)
@@ -81,8 +81,8 @@ def name_arch(arguments: Sequence[str]) -> list[str]:
 def draw_name() -> str:
     """Returns a random name for a run, such as "brave-otter". Only rank 0 calls it.
 
-    If torchrun restarts the processes, they get the same name. Raises ValueError if this cannot be
-    guaranteed.
+    If torchrun restarts the processes, the run keeps its name. Raises ValueError if torchrun may restart the
+    processes, but cannot store the name.
     """
     name = coolname.generate_slug(2)
     if not is_under_torchrun():
@@ -98,11 +98,12 @@ def draw_name() -> str:
 
 
 def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
-    """Returns the config with values for project_name, run_name, checkpoint_path and wandb_group.
+    """Returns the config with values for project_name, run_name and checkpoint_path.
 
     Keys that have a value keep it. If neither run_name nor checkpoint_path is set, the run_name is random.
 
-    experiment: Name of the experiment (config/experiment), or None. It becomes the wandb_group.
+    experiment: Name of the experiment (config/experiment). If wandb_group has no value, it becomes this name.
+        If None, wandb_group does not change.
     """
     run_name = config.run_name
     if run_name is None and config.checkpoint_path is not None:
@@ -127,9 +128,10 @@ class StoredConfig(NamedTuple):
 
 
 def read_stored_config(run_folder: Path) -> StoredConfig | None:
-    """Reads config.yaml of a run, from its folder or else from its newest checkpoint.
+    """Reads config.yaml of a run.
 
-    Returns (content of the file, folder that contains it), or None if there is no such file.
+    If the file in the run folder is missing, or is empty after a power loss, reads that of the newest
+    checkpoint. Returns (content of the file, folder that contains the file), or None if there is no file.
     """
     checkpoint = newest_checkpoint(run_folder)
     for folder in (run_folder, checkpoint):
@@ -162,7 +164,8 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
 def fix_format(config: PretrainConfig) -> PretrainConfig:
     """Returns the config with a dtype (bfloat16 or float32) in place of `forward_dtype=auto`.
 
-    Logs the dtype and the reason for it. `checkpoint_path` must have a value.
+    Logs the dtype that replaces `auto`, and the reason. Warns if a run that continues computes in bfloat16,
+    and bfloat16 is slow on this machine. The config key `checkpoint_path` must have a value.
     """
     choice = find_format(config)
     if config.arch.forward_dtype == "auto":
@@ -181,7 +184,8 @@ def with_format(config: PretrainConfig, name: str) -> PretrainConfig:
 def find_format(config: PretrainConfig) -> Choice:
     """Returns the dtype in which a run computes ("bfloat16" or "float32"), and the reason.
 
-    If `arch.forward_dtype` is not `auto`, it is that dtype. For `auto`, the first rule that applies:
+    If the config key `arch.forward_dtype` is not `auto`, its value is the dtype. For `auto`, the first of
+    these rules that applies decides:
 
     - If the run folder or `resume=PATH` contains a run, the dtype of that run.
     - If the weights of `init_from` were trained in float32, float32.

@@ -72,7 +72,9 @@ def writing_errors(folder: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path, *, other: str) -> None:
-    """Locks a folder until this process ends. Raises ValueError if another process has locked it.
+    """Locks a folder until this process ends.
+
+    Raises ValueError if another process has locked the folder. If the file system has no locks, only warns.
 
     other: Config key with which the user can choose another folder, for the error message.
     """
@@ -137,12 +139,12 @@ def write_status(folder: Path, status: str, *, step: int) -> None:
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
-    """Reads from the file `status` of a run folder whether the run has ended as planned.
+    """Returns whether a run has ended as planned. Reads the file `status` of the run folder.
 
-    Returns True if the run is finished. Also returns True if the config key `max_steps` has stopped it, and
-    at least `max_steps` training steps are done. Returns False if the file is missing or damaged.
+    If the status is "finished", returns True. If the status is "max_steps", returns whether at least
+    `max_steps` training steps are done. Otherwise, and if the file is missing or damaged, returns False.
 
-    max_steps: Number of training steps. If None, only a finished run counts.
+    max_steps: Planned value of the config key `max_steps`. If None, only "finished" counts.
     """
     try:
         values = read_json(folder / STATUS_FILE)
@@ -186,10 +188,11 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
 def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:
     """Writes identities.npz into a run folder: which puzzle each puzzle embedding belongs to.
 
-    Writes no file if the model has no puzzle embeddings, or if the puzzles have no names.
+    Writes no file in these cases: the model has no puzzle embeddings, all puzzles of a dataset folder share
+    one embedding, the puzzles have no names, or `dataset` is None.
 
-    is_new: Whether the run starts without a checkpoint. If True, an existing file is replaced. If False, an
-    existing file is kept.
+    is_new: Whether the run starts without a checkpoint. If True, an existing file is first removed. If False,
+        an existing file is kept.
     """
     path = folder / IDENTITIES_FILE
     if is_new:
@@ -202,10 +205,10 @@ def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, 
 
 
 def find_original(folder: Path, name: str) -> Path | None:
-    """Returns the run folder of which `folder` is a copy, or None.
+    """Returns the run folder that `folder` was copied from, or None if there is none.
 
-    The original is found if it is still at the path that starts.jsonl contains, and if its file `name` has
-    the same content.
+    The file starts.jsonl in `folder` contains the path of the original folder. The original must still exist
+    there, and its file `name` must have the same content as that of `folder`.
 
     name: Name of a file with a value that no other run has, such as "wandb_run_id".
     """

@@ -1,4 +1,4 @@
-"""The schedule of a run: the work that is due after each step. It depends only on config and step."""
+"""The schedule of a run: the work that is due after each step. It depends on config, dataset and step."""
 
 import dataclasses
 
@@ -13,12 +13,12 @@ from training.strategy import next_sync, synced_steps
 class Schedule:
     """Decides after which training steps the run logs its metrics, evaluates, or saves a checkpoint.
 
-    It also has the learning rates of each step, and the settings of the model that a curriculum changes.
+    The schedule also has the learning rates of each step, and the settings that a curriculum changes.
 
-    With `local_steps` > 1, each rank trains by itself, and the weights are averaged over ranks every few
-    steps. Work that is due at another step is done after the next average.
+    With `local_steps` > 1, each rank trains without the others, and all ranks merge their weights every
+    `local_steps` steps. Work that is due at a step without a merge is done after the next merge.
 
-    `total_steps` is the number of steps of the run. This process ends after step `end_step`.
+    `total_steps` is the number of steps of the run. This process ends after step `end_step` at the latest.
     """
 
     def __init__(self, config: PretrainConfig, plan: TrainPlan):
@@ -38,16 +38,18 @@ class Schedule:
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
         """Returns the settings of the model's thinking for training step `step`.
 
-        usual: Settings of a run without a curriculum. The result is a copy of them, with the numbers of loops
-            from the curriculum, and with the fraction of the training that is done (`progress`).
+        The result is a copy of `usual` with the fraction of the training that is done (`progress`). If a
+        curriculum sets H_cycles, L_cycles or loops for this step, the copy has these values.
+
+        usual: Settings of a run without a curriculum.
         """
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
 
     def petaflops(self, step: int, counter: StepCounter) -> float:
-        """Returns how many floating-point operations the first `step` training steps need, in 1e15 FLOP.
+        """Returns the floating-point operations of the first `step` training steps on all ranks, in 1e15.
 
-        It is the sum over all ranks. counter: Counts the operations of one training step.
+        counter: Counts the operations of a thinking step on one puzzle.
         """
         of_slot = 0.0
         for stage, count in self._plan.num_steps(step):
@@ -77,13 +79,14 @@ class Schedule:
 
     def _steps(self, step: int) -> range:
         # The steps whose log row, evaluation or checkpoint is made after `step`. With local_steps > 1, there
-        # are several if the weights are averaged over ranks after `step`, otherwise none.
+        # are several if the ranks merge their weights after `step`, otherwise none.
         return synced_steps(step, **self._interval)
 
     def status(self, step: int, *, lacks_row: bool = False) -> str:
         """Returns the status of a run whose processes end after step `step`.
 
-        It is "finished" after the last step, "max_steps" if that key ended the run, and otherwise "stopped".
+        The status is "finished" after the last step, and "max_steps" if the config key `max_steps` ends the
+        run earlier. Otherwise it is "stopped".
 
         lacks_row: Whether the metrics of `step` are not logged yet. The status is then "stopped", so that the
             run is started again and logs them.

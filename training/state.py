@@ -51,7 +51,7 @@ class TrainState:
         slots: Range of the slots of this rank.
         num_slots: Number of slots of the global batch.
         mesh: Process groups of this rank.
-        metrics: Sums of metrics over the steps since metrics were last logged.
+        metrics: Sums of metrics over this rank's slots, and over the steps since metrics were last logged.
         step: Number of training steps done.
     """
 
@@ -72,13 +72,11 @@ class TrainState:
         return self.mesh.data
 
     def numbers(self) -> dict[str, Any]:
-        """Returns {"step": step, "metrics": metric sums}, for state.json of a checkpoint.
+        """Returns {"step": step, "metrics": metric sums}, for state.json of a checkpoint. All ranks call it.
 
-        The metric sums are a list with one dict for each rank of `ranks`, such as [{"loss": 70.5,
-        "steps_summed": 10, ...}, ...]. Only the first of these ranks has the list. On others, "metrics" is
-        None.
-
-        All ranks call it.
+        The metric sums are a list with one dict for each rank that divides the batch (`ranks`), such as
+        [{"loss": 70.5, "steps_summed": 10, ...}, ...]. The first rank of the group gets the list. On the
+        other ranks, "metrics" is None.
         """
         local_sums = {**self.metrics.own(), "steps_summed": self.metrics.steps}
         return {"step": self.step, "metrics": gather_objects(local_sums, self.ranks)}
@@ -141,8 +139,9 @@ class TrainState:
     def load_(self, folder: Path, content: dict[str, Any]) -> None:
         """Loads the tensors, the step and the metric sums of a checkpoint into this state. All ranks call it.
 
-        Any number of ranks may have saved the checkpoint. Ends all ranks with a message if names, shapes or
-        dtypes differ.
+        Any number of ranks may have saved the checkpoint. If the checkpoint has no averages (EMA), they start
+        as its weights. If it has no outer momentum (local steps), the outer momentum starts as 0. If any
+        other tensor of the checkpoint does not match this run, ends all ranks with a message.
 
         folder: Folder of the checkpoint. content: Content of its state.json.
         """
@@ -172,7 +171,7 @@ class TrainState:
             if "ema_state" in missing:
                 self.average.reset_to_weights()
                 self.table.average.reset_to_weights()
-            # With local steps, these weights are the result of a merge.
+            # With local steps, the loaded weights count as the result of a merge.
             self.strategy.reset_to_weights(step=self.step)
         if "ema_state" in missing:
             log.info(f"{folder} contains no averages (EMA). The averages start as its weights.")
@@ -182,9 +181,9 @@ class TrainState:
     def held(self) -> dict[Key, Tensor]:
         """Returns {key: tensor} of all tensors on this rank, to compare them with other ranks.
 
-        If two ranks have the same key, their tensors must be equal. With `local_steps` > 1, this is true only
-        after the weights have been averaged over ranks. A key is (name, positions of the elements in the full
-        tensor), or (name, ()) for a full tensor.
+        If two ranks have the same key, their tensors must be equal. With `local_steps` > 1, they are equal
+        only after a step in which the ranks merge their weights. A key is (name, positions of the elements in
+        the full tensor), or (name, ()) for a full tensor.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
@@ -206,9 +205,9 @@ class TrainState:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context manager in which the model has the moving averages (EMA) of its weights and embeddings.
+        """Context manager that replaces the weights and puzzle embeddings by their moving averages (EMA).
 
-        Without EMA, nothing changes. All ranks enter it.
+        On exit, restores the weights. Without EMA, nothing changes. All ranks enter it.
         """
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
@@ -218,8 +217,8 @@ class TrainState:
 
         The moving averages (EMA) also start from these weights.
 
-        full_weights: Weights that are divided among ranks. To overwrite them too, rank 0 passes {name: full
-        weight}, and the other ranks pass {}. If None on all ranks, they stay as they are.
+        full_weights: New values of the weights that ranks divide: {name: full weight} on rank 0, and {} on
+        the other ranks. If None on all ranks, these weights do not change.
         """
         assert self.step == 0
         if full_weights is not None:

@@ -20,17 +20,18 @@ from optimizers.weights import Weights
 
 
 class StepResult(NamedTuple):
-    """Loss, gradient norm and requests to stop of a training step, over all ranks.
+    """Loss, gradient norm and stop requests of a training step, over all ranks.
 
-    With `local_steps` > 1, each rank trains by itself, and the weights are averaged over ranks every few
-    steps. The result then has values only after such an average, for all steps since the previous one. In
-    other steps, the range is empty, and the other fields are None. The tensors are scalars on the device,
-    equal on all ranks.
+    With `local_steps` > 1, each rank trains without the others, and all ranks merge their weights every
+    `local_steps` steps. The result of a step with a merge covers all steps since the previous merge. In any
+    other step, `averaged_steps` is empty, and the other fields are None. The tensors are scalars on the
+    device, equal on all ranks.
 
     Attributes:
-        averaged_steps: Training steps to add to the moving average of the weights (EMA) now.
+        averaged_steps: Training steps that the result covers. The moving average (EMA) counts them now.
         loss: Mean loss over these steps and the global batch.
-        grad_norm: Norm of the summed gradients. With `local_steps` > 1, the mean over ranks and steps.
+        grad_norm: Norm of the summed gradients before clipping. With `local_steps` > 1, the mean of the norms
+            over ranks and steps.
         stop_requests: Positive if a signal has asked any rank to stop during these steps.
     """
 
@@ -79,9 +80,10 @@ class Strategy:
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Returns the numbers by which the loss is divided, such as {"slots": 768, "digit_cells": 5000.0}.
 
-        "slots" is the batch size. `EveryStep` sums the other numbers over ranks. `LocalSteps` does not.
+        `EveryStep` returns the number of slots of the global batch, and sums `divisors` over ranks.
+        `LocalSteps` returns the number of slots of this rank, and does not change `divisors`.
 
-        divisors: The other numbers, of this rank. If empty, nothing is sent.
+        divisors: All numbers except "slots", for this rank. If empty, nothing is sent.
         """
         return {"slots": self._batch_size, **divisors}
 
@@ -93,7 +95,8 @@ class Strategy:
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager for the forward and backward pass of a micro-batch (a part of the batch).
 
-        Only the last micro-batch of a training step may send gradients.
+        With `EveryStep`, the backward pass of the last micro-batch may already send gradients. All other
+        backward passes send none.
         """
         if len(self._syncs) == 1:
             return self._syncs[0].micro_batch(is_last=is_last)
@@ -103,14 +106,16 @@ class Strategy:
         return stack
 
     def backward(self, loss: Tensor) -> None:
-        """Runs the backward pass of a micro-batch. It adds to the gradients of this step."""
+        """Runs the backward pass of a micro-batch, which adds to the gradients of this training step."""
         with contextlib.ExitStack() as stack:
             for sync in self._syncs:
                 stack.enter_context(sync.flat.gradients_attached())
             loss.backward()
 
     def reduce_gradients(self, *, step: int) -> None:
-        """Sums the gradients of weights and puzzle embeddings over ranks. `LocalSteps` does not sum them.
+        """Sums the gradients of weights and puzzle embeddings over ranks.
+
+        `LocalSteps` sums nothing. It only provides this rank's gradients of puzzle embeddings for the update.
 
         step: Number of the training step, from 1.
         """
@@ -119,27 +124,30 @@ class Strategy:
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         """Makes the next forward pass read the weights that the optimizer has updated.
 
-        `EveryStep` sends updated shards of the weights to the other ranks. `LocalSteps` averages the weights
-        over ranks every `local_steps` steps.
+        If ranks divide the update, `EveryStep` sends updated shards of the weights to the other ranks.
+        `LocalSteps` merges the weights of all ranks every `local_steps` steps, and after the last step.
 
         grad_norm: Gradient norm of this step. step: Number of the training step, from 1.
         """
         raise NotImplementedError
 
     def reset_to_weights(self, *, step: int) -> None:
-        """Makes `LocalSteps` use the current weights as the common weights after step `step`.
+        """Makes `LocalSteps` treat the current weights as the result of a merge after step `step`.
 
-        Call it on all ranks after weights were loaded from a checkpoint.
+        `EveryStep` does nothing. Call it on all ranks after weights were loaded from a checkpoint.
         """
 
     def moments(self) -> Tensors:
-        """Returns the optimizer state for a checkpoint: {"first_moment.lm_head.weight": tensor, ...}."""
+        """Returns the optimizer state for a checkpoint: {"first_moment.lm_head.weight": value, ...}.
+
+        A value is a full tensor or this rank's shard. With `LocalSteps`, every rank has its own state.
+        """
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
         """Returns the outer momentum of `LocalSteps` for a checkpoint: {name of the weight: momentum}.
 
-        {} if there is none.
+        Returns {} with `EveryStep`, or if the config key `outer_momentum` is 0.
         """
         return {}
 
@@ -220,10 +228,10 @@ class LocalSteps(Strategy):
         self._anchor_step = step
 
     def _synced_steps(self, step: int) -> range:
-        """Returns the result of `synced_steps` without the steps up to the loaded checkpoint.
+        """Returns the steps since the previous merge, if the ranks merge their weights after `step`.
 
-        With resume=PATH, a checkpoint may lie between two averages of the weights. Example: the run that
-        saved it had local_steps=1.
+        Otherwise, returns an empty range. Steps before the loaded checkpoint are left out. Example: with
+        resume=PATH, the other run had local_steps=1, and has saved the checkpoint between two merges.
         """
         steps = synced_steps(step, **self._interval)
         return range(max(steps.start, self._anchor_step + 1), steps.stop)
@@ -242,11 +250,11 @@ class LocalSteps(Strategy):
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
-    """Returns the steps since the previous average of the weights over ranks, if `step` ends with one.
+    """Returns the steps since the previous merge, if the ranks merge their weights after `step`.
 
-    If it does not, returns an empty range. Ranks average their weights after every `local_steps` steps, and
-    after step `total_steps`. Example: With local_steps=4, the steps 4 and 8 end with an average. The result
-    is range(5, 9) for step 8, and range(5, 5) for step 7.
+    Otherwise, returns an empty range. Ranks merge their weights after every `local_steps` steps, and after
+    step `total_steps`. Example: With local_steps=4, they merge after the steps 4 and 8. The result is
+    range(5, 9) for step 8, and range(5, 5) for step 7. With local_steps=1, it is range(7, 8) for step 7.
     """
     first = (step - 1) // local_steps * local_steps + 1
     is_synced = step % local_steps == 0 or step == total_steps
@@ -254,9 +262,9 @@ def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> ran
 
 
 def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
-    """Returns the first step, at or after `step`, after which ranks average their weights.
+    """Returns the first step, at or after `step`, after which the ranks merge their weights.
 
-    This happens every `local_steps` steps, and after step `total_steps`. Example: 8 for step 5 and
-    local_steps 4.
+    Ranks merge their weights after every `local_steps` steps, and after step `total_steps`. Example: 8 for
+    step 5 and local_steps 4.
     """
     return min(-(-step // local_steps) * local_steps, total_steps)

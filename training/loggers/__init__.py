@@ -1,7 +1,7 @@
 """The loggers of a run: metrics.jsonl, the console, and the loggers that the key `loggers` names.
 
-Each file of this folder contains a logger, a class `LOGGER` with the members of `Logger`. A plugin may
-contain one too (docs/extend.md). Only rank 0 has loggers. A failing logger only causes a warning.
+Each file of this folder defines a logger: the name `LOGGER` is a class with the members of `Logger`. A plugin
+may define one too (docs/extend.md). Only rank 0 has loggers. A failing logger only causes a warning.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class LoggedRun:
 
 
 class Logger(Protocol):
-    """Interface of a logger. It gets the metrics of a run and stores or shows them.
+    """Interface of a logger, a class that stores or shows the metrics of a run. Only rank 0 uses loggers.
 
     A logger may also have these methods:
 
@@ -75,7 +75,7 @@ class Logger(Protocol):
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """Logs the metrics of a training step, such as {"train/lm_loss": 0.5}.
 
-        It is called at most once for each step, with increasing steps.
+        The run calls `log` at most once for each step, with increasing steps.
         """
 
     def close(self, *, has_failed: bool) -> None:
@@ -115,8 +115,8 @@ def _environment_disables_wandb() -> bool:
 class Loggers:
     """All loggers of a run as one object.
 
-    `log`, `log_puzzles`, `log_checkpoint`, `step_done` and `set_activity` call this method of every logger
-    that has it (`Logger`). On ranks other than 0, they do nothing.
+    The methods `log`, `log_puzzles`, `log_checkpoint`, `step_done`, `set_activity` and `close` each call the
+    method of the same name of every logger that has one. On ranks other than 0, they do nothing.
     """
 
     def __init__(self, run: LoggedRun):

@@ -1,7 +1,7 @@
 """Logs a run to Weights & Biases (W&B).
 
-The rows of metrics.jsonl matter most. If anything else fails (code, pictures, checkpoints, the report), a
-warning is printed, and rows are still sent. A thread sends artifacts, because sending them takes time.
+The rows of metrics.jsonl matter most. If sending the code, a picture, a checkpoint or the report fails, a
+warning is printed, and rows are still sent. A thread sends code and checkpoints, because this takes time.
 """
 
 import contextlib
@@ -111,8 +111,8 @@ class WandbRun:
     def _catch_up(self, *, is_new: bool) -> None:
         """Sends the rows of metrics.jsonl that W&B does not have yet.
 
-        In offline mode, they are sent only if the W&B run is new. In all modes, the best value of each
-        evaluation metric in metrics.jsonl is written to W&B's summary of the run (`_record_best`).
+        In offline mode, sends rows only if the W&B run is new. In all modes, writes the best value of each
+        evaluation metric in metrics.jsonl to W&B's summary of the run.
 
         is_new: Whether the W&B run is new.
         """
@@ -158,10 +158,9 @@ class WandbRun:
     def _record_best(self, metrics: dict[str, Any]) -> None:
         """Updates the best value so far of each evaluation metric, as best/<metric> in W&B's summary.
 
-        Values from before the run was resumed are included. W&B itself would not include them.
+        Values of earlier launches of the run are included. W&B itself would not include them.
 
-        metrics: {metric: value} of one row of metrics.jsonl. Other metrics than those of evaluations are
-        ignored.
+        metrics: {metric: value} of one row of metrics.jsonl. Only metrics of evaluations are used.
         """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
@@ -176,7 +175,8 @@ class WandbRun:
     def log_checkpoint(self, folder: Path) -> None:
         """Sends a checkpoint to W&B, depending on the config key `wandb_log_checkpoints`.
 
-        With "all", sends it. With "best", sends it if it is the best so far. With "none", does nothing.
+        If the key is "all", sends every checkpoint. If it is "best", sends only a checkpoint that is the best
+        so far. If it is "none", sends nothing.
 
         folder: Folder of a complete checkpoint.
         """
@@ -259,8 +259,8 @@ def choose_mode(wandb_mode: str) -> str:
 
     If the mode would be "online", but no API key is found, returns "offline".
 
-    wandb_mode: Value of the config key `wandb_mode`. "auto" means the environment variable WANDB_MODE. If
-        that is not set, it means "online".
+    wandb_mode: Value of the config key `wandb_mode`. "auto" means the value of the environment variable
+        WANDB_MODE, or "online" if this variable is not set.
     """
     mode = wandb_mode if wandb_mode != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not has_wandb_login():
@@ -283,9 +283,9 @@ def has_wandb_login() -> bool:
 
 @contextlib.contextmanager
 def _stderr_into(path: Path) -> Iterator[None]:
-    """Context manager: inside its block, stderr is appended to the file `path` and not shown.
+    """Context manager that appends the stderr of its block to the file `path`, instead of showing it.
 
-    This also holds for child processes that the block starts.
+    The stderr of child processes that the block starts also goes to the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
@@ -308,7 +308,8 @@ def _end_client() -> None:
 def _wandb_id(folder: Path) -> tuple[str, bool]:
     """Returns (id of the W&B run for this run folder, whether the id is new).
 
-    The id is in a file of the folder. Without this file, and in a copy of a run folder, the id is new.
+    The id is stored in the file wandb_run_id of the folder. Without this file, the id is new: the environment
+    variable WANDB_RUN_ID, or else a random id. In a copy of a run folder, the id is new and random.
     """
     path = folder / _ID_FILE
     stored = read_text(path).strip() if path.exists() else ""
