@@ -200,7 +200,7 @@ def evaluate_checkpoint(
 
 
 def _gigaflops_per_step(model: HaltingModel, metadata: Metadata, reasoning: Reasoning) -> float:
-    """Returns the floating-point operations of a thinking step on one puzzle, in 1e9.
+    """Returns the floating-point operations of a thinking step on one puzzle, in units of 1e9.
 
     metadata: Sizes of the dataset. reasoning: Settings of the evaluation, such as the number of loops.
     """

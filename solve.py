@@ -123,7 +123,7 @@ class Solver:
             keys: Options of solve.py, such as steps=64, samples=8.
 
         Returns:
-            The final answer, and the model's answer after every thinking step (call of the model).
+            The final answer, and the model's answer after every thinking step.
 
         Raises:
             ValueError: The puzzle or an option is invalid. The message has one line.

@@ -108,8 +108,8 @@ class Evaluators:
     def rules_of(self, set_name: str) -> Rules | None:
         """Returns a function that checks answers by the rules of the puzzle, such as Sudoku.
 
-        It takes `inputs` and `preds`, tokens [n, seq_len], and returns whether the answers are valid, bool
-        [n]. Returns None if the puzzles of the test set have no such function.
+        The function takes `inputs` and `preds`, tokens [n, seq_len]. It returns whether each answer is valid,
+        bool [n]. If no evaluator of the test set checks answers by rules, `rules_of` returns None.
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)

@@ -251,7 +251,7 @@ class _SetSums:
         return divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
 
     def describe(self) -> str:
-        """Returns a text for the progress bar, such as "solved 0.512  cells right 0.914"."""
+        """Returns the metrics of this rank for the progress bar: "solved 0.512  cells right 0.914"."""
         metrics = self._means(self._metrics.own())
         names = [name for name in ("exact_accuracy", "accuracy") if name in metrics]
         return "  ".join(f"{written_name(name)} {metrics[name]:.3f}" for name in names)

@@ -202,9 +202,10 @@ def all_metrics(
     Contains the metrics of `results`, the 95 % interval of each accuracy ("accuracy_low" and
     "accuracy_high"), and the accuracy after each thinking step ("exact_accuracy_after_step_1").
 
+    The two texts are stored for every test set, unless they are None.
+
     selected_by: Split that selected this checkpoint as the best of its run. None if it was not selected.
-    forward_dtype: Dtype in which the model computed, such as "bfloat16". None if it is unknown. If a text is
-    not None, the metrics of every test set contain it.
+    forward_dtype: Dtype in which the model computed, such as "bfloat16". None if it is unknown.
     """
     metrics, texts = {}, {"selected_by": selected_by, "forward_dtype": forward_dtype}
     named = {name: text for name, text in texts.items() if text is not None}

@@ -146,7 +146,8 @@ class Scores:
 
     Puzzles without a label do not count.
 
-    rules: Function (inputs, answers) -> whether each answer obeys the rules of the puzzle, or None.
+    rules: Function (inputs, answers) -> whether each answer obeys the rules of the puzzle. None if answers
+    are not checked by rules.
     is_search: Whether the model is a search (LDT).
 
     Attributes:

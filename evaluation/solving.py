@@ -86,7 +86,7 @@ class Answer(Step):
     select         Rule that selected the sample, such as "vote".
     valid          Whether the answer obeys the rules of the puzzle. None if the puzzle has no rules.
     correct        Whether the answer equals the solution. None if no solution is known.
-    is_search      Whether the model is a search model (LDT). Its q_halt and confidence are not probabilities.
+    is_search      Whether the model is a search (LDT). Then q_halt and confidence are not probabilities.
     is_decided     False if a search model found no answer. `steps` then belong to the first sample.
     distinct       uint8 [n, seq_len]: Different right answers among all samples, in the order of the samples.
                    None if the kind of puzzle has one right answer.

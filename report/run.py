@@ -51,12 +51,13 @@ class RunRecord:
 
     config       content of config.yaml, with defaults for missing keys. Empty if the file is missing
     rows         records of metrics.jsonl, {name: value}, sorted by training step
-    starts       records of starts.jsonl: step, command, git_commit, hardware, ... There is one for each time
-                 that the run was started or resumed
+    starts       records of starts.jsonl: step, command, git_commit, hardware, ... There is one for each
+                 launch
     status       {"status": such as "finished", "step": last training step}
     evaluation   {test set: {metric: value}} of the newest evaluation
-    scaling      newest scaling.json (accuracies for several numbers of model calls), or None
-    fingerprint  hash of the dataset, or None if it is unknown
+    scaling      newest scaling.json (accuracies for several numbers of thinking steps and of samples). None
+                 if there is no such file
+    fingerprint  hash of the dataset. None if it is unknown
     warnings     texts about problems, such as a missing file
     """
 

@@ -191,7 +191,7 @@ class Table:
         return "\n".join([*lines, "", NOTE + "."]) + "\n"
 
     def to_latex(self) -> str:
-        """Returns the table as LaTeX. It needs the LaTeX package booktabs."""
+        """Returns the table as LaTeX. A document that includes it must load the package booktabs."""
         rows = [" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows)]
         head = [rf"\begin{{tabular}}{{{'l' * len(self.columns)}}}", r"\toprule", rows[0], r"\midrule"]
         return "\n".join([f"% {NOTE}", *head, *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"

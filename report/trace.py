@@ -38,7 +38,7 @@ class TracedPuzzles:
     info          description of the dataset
     set_names     name of the test set of each puzzle, [n]
     rows          index of each puzzle in its test set, int64 [n]
-    names         name of each puzzle, [n]. Empty if the dataset has no names
+    names         name of each puzzle, [n]. "" for a puzzle without a name
     inputs        tokens, int32 [n, seq_len]
     labels        tokens of the right answers, int32 [n, seq_len]. Cells with IGNORE_LABEL_ID are not scored.
                   If a puzzle has several right answers and the model's last answer is one of them, it is the

@@ -67,7 +67,7 @@ class Exhibit:
 
     @property
     def listed(self) -> dict[str, Any]:
-        """The model's entry in models.json: {"name": "demo", "title": ..., "kind", "rows", "columns"}."""
+        """The model's entry in models.json: its name and title, and the kind and size of its puzzles."""
         facts = self.facts
         first, *rest = facts["plural"]
         title = f"{first.upper()}{''.join(rest)} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
