@@ -3,14 +3,14 @@
     python evaluate.py checkpoint=PATH [data_path=...] [evaluators=[sudoku]] [halting=act] [key=value ...]
     torchrun --nproc-per-node N evaluate.py checkpoint=PATH [...]
 
-The same from Python, in other processes:
+The same from Python. The evaluation runs in new processes:
 
     import evaluate
     result = evaluate.run(["checkpoint=checkpoints/demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
-The number of processes changes only the time, up to rounding. The program needs no optimizer, no training
-split and no W&B.
+The results do not depend on the number of processes, except for rounding. The program needs no optimizer, no
+training split and no W&B.
 """
 
 import sys
@@ -72,8 +72,9 @@ def main() -> None:
 def evaluate(program: Program[EvaluateConfig]) -> None:
     """Evaluates the checkpoints of the config one after the other. All ranks call it.
 
-    If several checkpoints have the same architecture and test splits, rank 0 also prints the mean and the
-    standard deviation of their metrics. With `output_dir`, it also writes them to summary.json.
+    If there are several checkpoints, all with the same arch.name and the same test splits, rank 0 also prints
+    the mean and the standard deviation of each metric. If the config has an output_dir, rank 0 also writes
+    these numbers to summary.json.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here
@@ -199,7 +200,7 @@ def evaluate_checkpoint(
 
 
 def _gigaflops_per_step(model: HaltingModel, metadata: Metadata, reasoning: Reasoning) -> float:
-    """Returns the floating-point operations of a thinking step on one puzzle, in 1e9.
+    """Returns the floating-point operations of a thinking step on one puzzle, in units of 1e9.
 
     metadata: Sizes of the dataset. reasoning: Settings of the evaluation, such as the number of loops.
     """
@@ -220,10 +221,10 @@ def _measured(checkpoint: Checkpoint, config: EvaluateConfig) -> dict[str, Any]:
 
 
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
-    """Returns the folder for the results of a checkpoint.
+    """Returns the folder for the result files of a checkpoint.
 
-    If output_dir is None, it is a folder such as <run folder>/evaluation/step_120. Otherwise, it is
-    output_dir, or a folder in it if the config has several checkpoints.
+    If config.output_dir is None, the folder is <run folder>/evaluation/step_120, for example. Otherwise, it
+    is output_dir for a single checkpoint, or a subfolder such as output_dir/demo_step_120 for several.
     """
     if config.output_dir is None:
         return checkpoint.run_folder / "evaluation" / name_of(_measured(checkpoint, config), checkpoint)

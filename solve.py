@@ -76,7 +76,8 @@ class Solver:
     """A trained model that solves single puzzles. `load` is another name of this class.
 
     Args:
-        checkpoint: Run folder, checkpoint folder, file, or hf://OWNER/NAME.
+        checkpoint: Run folder (its newest checkpoint), checkpoint folder, file, name of a model in weights/,
+            or hf://OWNER/NAME.
         data_path: Folder of the dataset that the model was trained on, or a list of folders. If None, the
             paths that are stored in the checkpoint.
         raw: Whether to use the weights themselves instead of their moving average (EMA).
@@ -122,7 +123,7 @@ class Solver:
             keys: Options of solve.py, such as steps=64, samples=8.
 
         Returns:
-            The final answer, and the model's answer after every thinking step (call of the model).
+            The final answer, and the model's answer after every thinking step.
 
         Raises:
             ValueError: The puzzle or an option is invalid. The message has one line.
@@ -142,10 +143,11 @@ class Solver:
         return self.answer(config_with(SolveConfig, **keys))
 
     def answer(self, config: SolveConfig) -> Answer:
-        """Solves the puzzle in the key `puzzle` of a config of solve.py.
+        """Solves the puzzle in the key `puzzle` of a config of solve.py, and returns the answer.
 
-        If the model has no embedding for the puzzle and adapt=true, trains one first. Ignores keys that
-        select the model: checkpoint, data_path, raw, forward_dtype, device and cpu_threads.
+        If the model has no embedding for the puzzle and the config has adapt=true, trains an embedding first.
+        These keys have no effect, because the model is already loaded: checkpoint, data_path, raw,
+        forward_dtype, device and cpu_threads.
         """
         puzzle = self.questions.read(config)
         metadata = self.questions.metadata_for(puzzle)

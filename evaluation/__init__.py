@@ -1,1 +1,1 @@
-"""How good a model is: passes over a test split, early exit, test-time compute, intervals, and results."""
+"""Measures how good a model is: passes over a test split, early halting, test-time compute, and results."""

@@ -1,4 +1,4 @@
-"""Decides whether to compile the blocks, the same on all ranks, and tests the compiler first."""
+"""Decides whether all ranks compile the transformer blocks of a model, and tests the compiler."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,14 +13,15 @@ from models.compilation import find_compiler_failure, find_damaged_library, shou
 
 
 def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Returns whether to compile the model with torch.compile, the same on all ranks. All ranks call it.
+    """Returns whether to compile the model with torch.compile. All ranks call it, and get the same result.
 
-    One rank of each node first tests the compiler. If the compiler fails and `choice` is "auto", returns
-    False and logs a warning. If it fails and `choice` is True, all ranks exit with an error.
+    If the result would be True, one rank of each node first tests the compiler. If the compiler fails on some
+    node and `choice` is "auto", the result is False, and rank 0 logs a warning. If the compiler fails and
+    `choice` is True, all ranks exit with an error.
 
-    choice: True, False, or "auto". With "auto", the model is compiled if this saves time in `num_steps`
-    calls.
-    num_steps: Number of times that the model will be called.
+    choice: True, False, or "auto". With "auto", the model is compiled if `num_steps` calls save more time
+    than compiling takes.
+    num_steps: Number of times that the model will be called. Each call is a thinking step of a batch.
     """
     with collective_errors():
         compiles = should_compile(choice, device, num_steps=num_steps)

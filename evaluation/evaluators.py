@@ -46,8 +46,8 @@ class Evaluators:
     test puzzle has several right answers.
     data: Dataset to evaluate. It may consist of several folders with different kinds of puzzles.
 
-    Raises ValueError if no folder contains puzzles of a given kind. Other ranks may not raise it, so create
-    the object in a `with` block of `collective_errors`.
+    Raises ValueError if no folder contains puzzles of a given kind. The error may occur on some ranks only,
+    so create the object in a `with collective_errors()` block.
     """
 
     def __init__(self, names: Sequence[str] | None, data: Dataset):
@@ -73,10 +73,10 @@ class Evaluators:
     def fresh_copy(self, *, only_answered: bool = False) -> "Evaluators":
         """Returns an independent copy, for another evaluation of the same data.
 
-        Call it before the first `add`, because it also copies the answers.
+        Call it before the first `add`. Otherwise, the copy contains the answers that were added before.
 
         only_answered: If True, the metrics of the copy include only the examples that `add` receives. If
-        False, a test example that `add` never receives may count as wrong.
+        False, an evaluator may count a test example that `add` never receives as wrong.
         """
         copied = copy.copy(self)
         copied._of_folder = copy.deepcopy(self._of_folder)
@@ -108,8 +108,8 @@ class Evaluators:
     def rules_of(self, set_name: str) -> Rules | None:
         """Returns a function that checks answers by the rules of the puzzle, such as Sudoku.
 
-        It takes `inputs` and `preds`, tokens [n, seq_len], and returns whether the answers are valid, bool
-        [n]. Returns None if the puzzles of the test set have no such function.
+        The function takes `inputs` and `preds`, tokens [n, seq_len]. It returns whether each answer is valid,
+        bool [n]. If no evaluator of the test set checks answers by rules, `rules_of` returns None.
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
@@ -117,7 +117,10 @@ class Evaluators:
         return next(found, None)
 
     def check(self, settings: Settings | None) -> None:
-        """Raises ValueError if the evaluators do not fit the settings of the samples."""
+        """Raises ValueError if an evaluator cannot do what the settings ask for. Does nothing for None.
+
+        Example: select=rules for a test set whose puzzles have no rules.
+        """
         for name in self._data.splits["test"].sets if settings is not None else ():
             if settings.retry_samples is not None and self.needs_all_samples(name):
                 raise ValueError(
@@ -131,12 +134,13 @@ class Evaluators:
                 )
 
     def gather_metrics(self, ranks: Ranks | None = None) -> dict[str, dict[str, float]]:
-        """Computes the metrics of all evaluators on rank 0, from the answers on all ranks. All ranks call it.
+        """Computes the metrics of all evaluators from the answers on all ranks. All ranks call it.
 
-        Returns {test set: {metric: value}} on rank 0, for example {"all": {"sudoku/valid_accuracy": 0.9}}.
-        Returns {} on other ranks. If one rank raises an error, all ranks exit.
+        Returns {test set: {metric: value}} on the first rank of `ranks`, for example {"all":
+        {"sudoku/valid_accuracy": 0.9}}. Returns {} on the other ranks. If the computation of the metrics
+        fails, all ranks exit.
 
-        ranks: Ranks that take part. If None, all ranks.
+        ranks: Group of ranks that divided the puzzles among themselves. If None, all ranks.
         """
         metrics: dict[str, dict[str, float]] = {}
         for folder, evaluators in self._of_folder.items():

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 def wilson_interval(success_rate: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
     """Returns the ends (low, high) of Wilson's 95 % confidence interval of a fraction.
 
-    It is also accurate for fractions near 0 or 1, and for few trials. If `success_rate` is a mean of
-    values between 0 and 1, such as fractions of correct cells, the interval is wider than necessary.
+    The interval is also accurate for fractions near 0 or 1, and for few trials. If `success_rate` is a mean
+    of values between 0 and 1, such as fractions of correct cells, the interval is wider than necessary.
 
     success_rate: Fraction of successes, in [0, 1].
     count: Number of independent trials, at least 1.

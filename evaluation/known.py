@@ -1,7 +1,7 @@
-"""The test puzzles of a dataset for which a model has trained puzzle embeddings.
+"""Selects the test puzzles for which a model has trained puzzle embeddings.
 
-Rank 0 compares the identities of the model's embeddings with those of the dataset. The other ranks get the
-result.
+Rank 0 compares the names of the puzzles in the training data with the names of the puzzles in the dataset. In
+ARC, rank 0 also compares hashes of the tasks. The other ranks get the result from rank 0.
 """
 
 import dataclasses
@@ -45,8 +45,10 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
     - The model has no puzzle embeddings, or each dataset folder has only one puzzle identifier.
     - Every puzzle identifier is equal to its row, as in the dataset of the training.
-    - The names of the puzzles are unknown. Unless the data are those of the training or have another number
-      of identifiers, a warning says that puzzles are matched by number.
+    - The names of the puzzles are unknown. The caller then uses the puzzle identifier as the row.
+
+    In the last case, logs a warning if the dataset is not known to be that of the training. If the number of
+    identifiers is not that of the training, there is no warning, because evaluate.py cannot load the model.
 
     Raises ValueError if a file is damaged.
     """

@@ -37,7 +37,7 @@ class Leak:
 
     Attributes:
         rows: Indices of the leaked examples in the test set, int64 [n], ascending. They include the augmented
-            variants of a leaked puzzle. Empty if `rate` is between 0 and 1.
+            variants of a leaked puzzle. Empty if 0 < `rate` < 1, because a sample finds only some of them.
         rate: Fraction of the training examples that were compared with the test set. If it is between 0 and
             1, the compared examples are a random sample. If it is 0, the fraction is unknown.
         num_distinct: Number of different puzzles in the test set.

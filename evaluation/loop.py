@@ -1,7 +1,8 @@
-"""Final answers of an evaluation: after all thinking steps (calls of the model), or after early halting.
+"""Runs thinking steps on all puzzles of an evaluation, until each puzzle has its final answer.
 
-If puzzles may halt early, the next puzzle takes the slot of a halted one. The number of calls then
-depends on the mean number of steps, not on the maximum. Invariant: other puzzles do not change an answer.
+With halting=max, all puzzles make the same number of thinking steps. With halting=act, a puzzle may halt
+earlier. The next puzzle then takes its slot, so the time depends on the mean number of thinking steps, not on
+the largest number. The answer to a puzzle does not depend on the other puzzles of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +26,15 @@ _NOTHING, _STEP, _BATCH = 0, 1, 2
 
 
 class Race:
-    """Finds, for puzzles that a model solves several times, the run that halts first.
+    """Finds, for each puzzle, the sample that halts first.
 
-    A run halts if the model wants to make no more calls. The runs of a puzzle ("samples") differ in their
-    random numbers. A sample that can no longer be the first can be stopped. If two samples halt after the
-    same number of calls, the one with the lower index is first.
+    The samples of a puzzle are answers of the same model with different random numbers. A sample that can no
+    longer be the first to halt can be stopped. If two samples halt after the same number of thinking steps,
+    the one with the lower index is first.
 
-    samples: Numbers of samples to compare, ascending. Example: With (1, 4), the first sample is compared with
-    no other, so it runs to its end. Then samples 0 to 3 are compared with each other.
+    samples: Numbers of samples, ascending. For each number n, the first n samples of a puzzle race against
+    each other. A sample is stopped if it has lost the smallest race that it takes part in. Example: With
+    (1, 4), sample 0 is alone in the first race, so it is never stopped. Samples 1 to 3 may be stopped.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -43,7 +45,7 @@ class Race:
         """Stores which samples want to halt after a thinking step.
 
         carry: State of the batch after the step. Here, `carry.data.rows`, int64 [batch], contains puzzle
-        index * S + sample index, where S is the number of samples of a puzzle.
+        index * S + sample index, where S is the largest number in `samples`.
         wants_to_halt: Whether the model wants to halt, bool [batch].
         """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
@@ -56,8 +58,8 @@ class Race:
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
         """Returns which samples can no longer be the first to halt: bool [n].
 
-        attempts: Samples, numbered as `carry.data.rows` of `record`, int [n].
-        steps: Number of model calls that each sample has made, int [n].
+        attempts: Puzzle index * S + sample index, int [n]. S is the largest number in `samples`.
+        steps: Number of thinking steps that each sample has made, int [n].
         """
         lost = []
         for attempt, step in zip(attempts.tolist(), steps.tolist(), strict=True):
@@ -79,15 +81,15 @@ def answer_batches(
 ) -> Iterator[StepOutput]:
     """Runs the model on all examples, and yields its last output for each example.
 
-    With `reasoning.halting="max"`, all examples make the same number of steps, and an output belongs to one
-    batch. With "act", an output contains the examples that ended together.
+    With `reasoning.halting="max"`, all examples make the same number of thinking steps, and there is one
+    output for each batch. With "act", an output contains the examples that ended in the same step.
 
-    draw: `draw(carry)` returns the random numbers of the next step, or None.
+    draw: `draw(carry)` returns the random numbers of the next step, or None if nothing is random.
     on_step: `on_step(output, halts)` is called after every step. `halts`, bool [batch], is True once for each
     example: after the first step at which the model wants to halt, otherwise after its last step.
-    race: Stops a run of a puzzle if another run of the same puzzle has halted first. If None, no run is
-    stopped.
-    stages: Ranks of a pipeline. All of them call this function.
+    race: Decides which samples of a puzzle end because another sample has halted first. If None, no sample
+    ends for this reason. With halting="max", it has no effect.
+    stages: Ranks that hold the pipeline stages of the model. All of them call this function.
     """
 
     def begin(batch: Batch) -> Carry:

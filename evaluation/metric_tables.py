@@ -36,11 +36,13 @@ def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
-    """Returns the number of different puzzles that an accuracy is computed from.
+    """Returns the number of independent puzzles behind an accuracy, for its confidence interval.
 
-    Puzzles with equal inputs count once, because a confidence interval assumes independent puzzles. Returns 0
-    if the number is unknown.
+    If `values` contains "distinct_count" and the accuracy is over examples, equal puzzles count once.
+    Otherwise, returns the "count" of the accuracy, such as the number of ARC tasks. Returns 0 if the number
+    is unknown.
 
+    values: {metric: value} of one test set.
     evaluator: Name of the accuracy up to the last slash, such as "unseen/sudoku/" for
     "unseen/sudoku/valid_accuracy". "" for an accuracy such as "exact_accuracy".
     """
@@ -104,7 +106,8 @@ def metrics_table(metrics: Columns, *, title: str) -> str:
 def metric_names(metrics: Columns) -> list[str]:
     """Returns the names of the metrics of all test sets, each once.
 
-    Leaves out names that end in _low, _high or _deviation. They belong to another metric, such as "accuracy".
+    Leaves out names that end in _low, _high or _deviation. Example: "accuracy_low" is an end of the interval
+    of "accuracy".
     """
     names = dict.fromkeys(metric for values in metrics.values() for metric in values)
     return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
@@ -128,11 +131,12 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Returns the content of scaling.json as a text table, with a line for each pair of steps and samples.
+    """Returns the content of scaling.json as a text table.
 
-    Each rule that selects a sample, such as "vote", has a column. The columns of calls and GFLOP are means
-    over all puzzles. For a search (LDT), two more columns contain the fraction of wrong answers and the
-    fraction of puzzles without an answer.
+    Each line is for one number of thinking steps and one number of samples. Each rule that selects a sample,
+    such as "vote", has a column with the accuracy. The network calls and the GFLOP of a puzzle are means over
+    all puzzles. For a search (LDT), two more columns contain the fraction of wrong answers and the fraction
+    of puzzles without an answer.
     """
     lines = []
     for set_name, content in scaling["sets"].items():
@@ -157,10 +161,10 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Converts the content of scaling.json to {test set: {metric: value}}.
 
-    Example of a metric: "exact_accuracy@steps=64,samples=8". This is the accuracy with at most 64 calls of
-    the model and 8 runs of each puzzle, if the first selection rule selects the run that answers. With
-    another rule, the name ends with ",select=vote", for example. With the prefix "any_", a puzzle counts as
-    solved if any run is right.
+    Example of a metric: "exact_accuracy@steps=64,samples=8". This is the accuracy with at most 64 thinking
+    steps and 8 samples of each puzzle, if the first selection rule selects the sample that answers. For every
+    other rule, the name ends with the rule, such as ",select=vote". With the prefix "any_", a puzzle counts
+    as solved if any sample is right.
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():

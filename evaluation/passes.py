@@ -39,14 +39,15 @@ class SetResult:
     Attributes:
         metrics: {name: value}, such as "exact_accuracy", "count" (number of labeled puzzles), and
             "sudoku/valid_accuracy" from an evaluator. "unseen/<metric>" leaves out puzzles that the model was
-            trained on. "act_exact_accuracy" and "act_steps" (mean number of calls) are the values that early
-            halting would give. They exist only if early halting was off.
-        exact_accuracy_after_each_step: Fraction of solved puzzles after 1, 2, ... calls of the model. Empty
-            with early halting, with `scores`, or without labels.
+            trained on. If the evaluation ran with halting=max, more than one thinking step and no `settings`,
+            "act_exact_accuracy" and "act_steps" (mean number of thinking steps) are the values that
+            halting=act would give.
+        exact_accuracy_after_each_step: Fraction of solved puzzles after 1, 2, ... thinking steps. Empty with
+            halting=act, with `settings`, or without labels.
         outputs: {name: array [examples, ...]}, in the order of the dataset.
-        scores: {(number of calls, number of runs of each puzzle, selection rule, figure): sum over puzzles},
-            see `Scores.sums`. Empty if `evaluate_split` got no `settings`. Otherwise, the other attributes
-            contain the results with the largest number of calls and the largest number of runs.
+        scores: {(number of thinking steps, number of samples, selection rule, figure): sum over puzzles}. A
+            figure is "exact", for example (`Scores.sums`). Empty if `evaluate_split` got no `settings`.
+            Otherwise, the other attributes describe the largest numbers of steps and samples.
     """
 
     metrics: dict[str, float]
@@ -78,22 +79,22 @@ def evaluate_split(
 
     Args:
         model: Model to evaluate. It runs in evaluation mode. Its previous mode is restored at the end.
-        global_batch_size: Batch size, summed over all ranks. If a puzzle runs several times, each run takes
-            one position of the batch.
-        reasoning: Number of thinking steps (calls of the model) and early halting. If None, the number of
-            steps of the architecture, without early halting.
+        global_batch_size: Number of slots of all ranks together. Each sample of a puzzle takes one slot.
+        reasoning: Number of thinking steps, early halting, and other settings. If None, the settings of the
+            architecture with halting=max. A search model (LDT) always halts early.
         outputs: Names of arrays to return for every example, such as "preds" or "logits".
         evaluators: Compute extra metrics from the answers. If None, there are no extra metrics.
-        settings: Several numbers of thinking steps, and of runs of each puzzle, to compare. If None, each
-            puzzle runs once.
+        settings: Numbers of thinking steps and of samples to evaluate. If None, each puzzle has one sample,
+            with the number of thinking steps in `reasoning`.
         seed: Seed of the noise.
         only_first_batches: Whether to evaluate only the first batch of each set.
         puzzles: {test set: indices of the puzzles to evaluate, int64 [n], ascending}. If None, all puzzles.
-        leaks: {test set: puzzles that the model was trained on}. If None, there are no metrics about them.
+        leaks: {test set: puzzles that the model was trained on}. If None, there are no metrics about such
+            puzzles.
         all_reduce_stop: Function that all ranks call before every batch. If it returns True, the evaluation
             stops.
-        fetch_rows: Function that loads puzzle embeddings from other ranks, if they are sharded. It takes
-            puzzle identifiers, int64 [n]. All ranks call it before each set.
+        fetch_rows: Function (puzzle identifiers, int64 [n]) that loads their embeddings from other ranks, if
+            the embeddings are sharded. All ranks call it before each set. If None, nothing is loaded.
         ranks: Ranks that divide the puzzles among themselves. If None, all ranks.
         stages: Ranks that hold the stages of this rank's pipeline. Not supported together with `settings`.
 
@@ -193,9 +194,10 @@ def _add_answers(
 class _SetSums:
     """Sums the metrics of one test set on this rank, and collects its outputs.
 
-    num_steps: Number of thinking steps after which to compute the accuracy. If 0, it is not computed.
+    num_steps: The exact accuracy is computed after each of the first `num_steps` thinking steps. If 0, it is
+    computed only for the final answers.
     outputs: Names of arrays to store for every example, such as "preds".
-    leak: Test puzzles that the model was trained on, or None.
+    leak: Puzzles of the test set that the model was trained on. None if nothing is known about them.
     """
 
     def __init__(
@@ -220,11 +222,9 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Counts right answers after a thinking step of a batch.
+        """Counts right answers after a thinking step of a batch. If `num_steps` is 0, counts nothing.
 
-        Counts nothing with halting=act or with several test-time settings.
-
-        acts_here: As `halts` of `on_step` in `evaluation.loop.answer_batches`, bool [batch].
+        acts_here: bool [batch]. True in the thinking step in which halting=act would halt the slot.
         """
         if not len(self._exact_after_step):
             return
@@ -251,13 +251,18 @@ class _SetSums:
         return divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
 
     def describe(self) -> str:
-        """Returns a text for the progress bar, such as "solved 0.512  cells right 0.914"."""
+        """Returns the metrics of this rank for the progress bar: "solved 0.512  cells right 0.914"."""
         metrics = self._means(self._metrics.own())
         names = [name for name in ("exact_accuracy", "accuracy") if name in metrics]
         return "  ".join(f"{written_name(name)} {metrics[name]:.3f}" for name in names)
 
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns metrics about test puzzles that the model was trained on. All ranks call it."""
+        """Returns the metrics about test puzzles that the model was trained on. All ranks call it.
+
+        Examples are "trained_on" (number of these puzzles) and "unseen/accuracy" (accuracy without them).
+
+        metrics: Metrics of all puzzles of the set, on all ranks together.
+        """
         leak, count = self._leak, metrics.get("count", 0)
         unseen = {"count": count}
         if self._unseen is not None:
@@ -279,7 +284,9 @@ class _SetSums:
         return found
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
-        """Sums the metrics over all ranks. Outputs and scores are only on rank 0. All ranks call it.
+        """Sums the metrics over the ranks that divided the puzzles. All ranks call it.
+
+        Returns the result on the first of these ranks. On the other ranks, the result is undefined.
 
         extra: Metrics of the evaluators, such as {"sudoku/valid_accuracy": 0.9}. The result includes them.
         """

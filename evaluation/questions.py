@@ -29,8 +29,8 @@ class Questions:
 
     Args:
         checkpoint: The trained model.
-        folders: Dataset folders of the training data. If None, the folders that the checkpoint names. They
-            may be missing.
+        folders: Dataset folders of the training data. If None, the folders that the checkpoint names. Those
+            may be missing on this machine.
 
     Attributes:
         info: Kind of puzzle, symbols and sizes of the training data.
@@ -42,10 +42,10 @@ class Questions:
         self._folders = folders or checkpoint.find_data()
 
     def read(self, config: SolveConfig) -> Puzzle:
-        """Reads the puzzle that a config of solve.py contains.
+        """Reads the puzzle that the key `puzzle` of a config of solve.py contains or names.
 
-        The key `test` is the index of the puzzle in its text. Raises ValueError if the puzzle is missing,
-        malformed or unsolvable.
+        If the text contains several puzzles, the key `test` is the index of the one to read, from 0. Raises
+        ValueError if the puzzle is missing, malformed or unsolvable.
         """
         text, source = read_question(config.puzzle)
         kind, vocab_size = self.info.kind, self.info.metadata.vocab_size

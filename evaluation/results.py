@@ -1,7 +1,7 @@
 """Writes and reads the folder with the results of an evaluation.
 
-measured.json               options and data that determine the results (`measured_with`), with output_dir
-                            also the checkpoint
+measured.json               options and data that determine the results (`measured_with`). If output_dir is
+                            set, also the path of the checkpoint
 metrics.json                {test set: {metric: value}}
 scaling.json                accuracies for several numbers of thinking steps and of samples, if asked for
 <test set>__outputs.npz     arrays, such as the predictions, if asked for
@@ -108,8 +108,9 @@ def write_measured(
     first.
 
     data: Dataset folders of the evaluation.
-    checkpoint: Path or address of the checkpoint. It is stored, too. None if `name_of` named the folder. Then
-    results without measured.json are taken as results with default options.
+    checkpoint: Path or address of the checkpoint, which is also stored. None for the default folder of the
+    checkpoint (`name_of`). If a default folder has no measured.json, its results count as results with
+    default options.
     """
     path, is_default_folder = folder / MEASURED_FILE, checkpoint is None
     measured = dict(measured) if is_default_folder else {**measured, "checkpoint": checkpoint}
@@ -137,7 +138,7 @@ def remove_other_format(folder: Path, data: Sequence[Path], forward_dtype: str, 
 
     data: Dataset folders of the evaluation.
     forward_dtype: Dtype of the new evaluation, such as "float32".
-    stored: Dtype of the training. It is the dtype of results that do not name one.
+    stored: Dtype of the training. Old results that do not name their dtype count as computed in this dtype.
     """
     try:
         before = {str(values.get("forward_dtype", stored)) for values in read_results(folder).values()}
@@ -171,8 +172,8 @@ def write_results(
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
     """Writes the result files of an evaluation, and prints tables. Only rank 0 calls it.
 
-    Returns (content of metrics.json, content of scaling.json). The second is None if the evaluation had one
-    number of thinking steps and one run of each puzzle.
+    Returns (content of metrics.json, content of scaling.json). The second is None if halt_max_steps is not a
+    list of several numbers, and samples, select and retry_samples have their defaults.
 
     selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test". None if
     it was not selected.
@@ -201,8 +202,10 @@ def all_metrics(
     Contains the metrics of `results`, the 95 % interval of each accuracy ("accuracy_low" and
     "accuracy_high"), and the accuracy after each thinking step ("exact_accuracy_after_step_1").
 
-    selected_by, forward_dtype: As in `write_results`. They are stored for every test set, unless they are
-    None.
+    The two texts are stored for every test set, unless they are None.
+
+    selected_by: Split that selected this checkpoint as the best of its run. None if it was not selected.
+    forward_dtype: Dtype in which the model computed, such as "bfloat16". None if it is unknown.
     """
     metrics, texts = {}, {"selected_by": selected_by, "forward_dtype": forward_dtype}
     named = {name: text for name, text in texts.items() if text is not None}
@@ -231,8 +234,8 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
     The keys are:
 
     - the name of each option that is equal for all these numbers, such as "noise"
-    - "sets": {test set: {"count": number of puzzles, "gigaflops_per_step": operations of a step on a puzzle
-      in 1e9, "corners": list}}
+    - "sets": {test set: {"count": number of puzzles, "gigaflops_per_step": floating-point operations of a
+      thinking step on one puzzle, in units of 1e9, "corners": list}}
 
     "corners" has an entry for each pair of a number of steps and a number of samples:
 

@@ -1,9 +1,10 @@
-"""Selects one of several samples (runs) of a puzzle, and counts right answers and model calls.
+"""Selects one of several samples of a puzzle, and counts right answers and thinking steps.
 
-A sample is one run of a puzzle, with its own random noise. No selection rule uses labels. Each rule picks the
-sample that minimizes one number, for example the number of steps. Ties go to the larger q_halt, then to the
-lower index. In a search, they go to the lower index. Sums are of integers, so the number of ranks and the
-batch size do not change them.
+A sample is one of several answers of a model to a puzzle, with its own random noise. No selection rule uses
+labels. Each rule picks the sample that minimizes one number, for example the number of thinking steps. Among
+equally good samples, the one with the largest q_halt is selected, then the one with the lowest index. In a
+search (LDT), q_halt has no effect. All sums are integers, so they do not depend on the number of ranks or on
+the batch size.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACL
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The numbers of steps (calls of the model) and of samples to evaluate, in all combinations.
+    """The numbers of thinking steps and of samples to evaluate, in all combinations.
 
     Attributes:
-        steps: Numbers of steps, ascending.
+        steps: Numbers of thinking steps, ascending.
         samples: Numbers of samples of each puzzle, ascending.
-        selects: Rules that select one sample, such as "vote". The first rule selects the answer for other
-            metrics.
-        retry_samples: If the samples above find no answer to a puzzle, a search model (LDT) runs more
-            samples, up to this total number. If None, it runs no more samples.
+        selects: Rules that select one sample, such as "vote". The first rule selects the answers from which
+            all other metrics are computed.
+        retry_samples: Only for a search model (LDT). If none of the first samples of a puzzle finds an
+            answer, the model runs more samples of it, up to this total number. None: no more samples.
     """
 
     steps: tuple[int, ...]
@@ -59,11 +60,11 @@ class Samples(NamedTuple):
 
     preds       uint8 or int32 [puzzles, samples, seq_len]: tokens of the answer
     q_halt      float32: the model's logit of "the answer is right"
-    steps       int32: number of model calls up to the answer
-    has_halted  bool: whether the model wanted to halt after any call
-    residuals   float32: mean change of the logits in the last calls
-    are_valid   bool: whether the answer after the last call obeys the puzzle's rules. None if there are no
-                rules
+    steps       int32: number of thinking steps up to the answer
+    has_halted  bool: whether the model wanted to halt after any thinking step
+    residuals   float32: mean change of the logits in the last 3 thinking steps
+    are_valid   bool: whether the answer after the last thinking step obeys the puzzle's rules. None if there
+                are no rules
     """
 
     preds: np.ndarray
@@ -82,18 +83,18 @@ def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarr
 
     The rules prefer these samples:
 
-    - "first_to_halt": the smallest number of model calls, among samples that wanted to halt
+    - "first_to_halt": the smallest number of thinking steps, among samples that wanted to halt
     - "vote": the most frequent answer to the puzzle
-    - "residual": the smallest change of the logits in the last calls
+    - "residual": the smallest change of the logits in the last thinking steps
     - "rules": an answer that obeys the rules of the puzzle
     - "q_head" and "q_head_any_step": the largest q_halt
 
     Among equally good samples, the one with the largest q_halt is selected, then the first.
 
     by: The rule.
-    samples: Answers of all samples, from the model call that `ANSWER_AT` names for the rule.
-    is_search: Whether the model is a search (LDT). Then q_halt has no effect. If no sample of a puzzle
-    halted, the puzzle has no answer, and the index is -1.
+    samples: Answers of all samples, each from the thinking step that `ANSWER_AT` names for the rule.
+    is_search: Whether the model is a search (LDT). If it is, q_halt has no effect. If no sample of a puzzle
+    halted, the puzzle has no answer, and its index is -1.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
@@ -120,10 +121,10 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns the output with the answer of an earlier thinking step (call of the model).
+    """Returns the output with the answer of an earlier thinking step.
 
-    at: "halt": the first step after which the model wants to halt. "peak": the step with the largest q_halt.
-    "end": the last step. The output is then returned unchanged.
+    at: "halt": the first step after which the model wants to halt, or the last step if there is none. "peak":
+    the step with the largest q_halt. "end": the last step. The output is then returned unchanged.
     output: Last output of a model in a `HistoryNetwork` (evaluation/test_time.py), which stores the earlier
     answers.
     """
@@ -145,14 +146,16 @@ class Scores:
 
     Puzzles without a label do not count.
 
-    rules: Function (inputs, answers) -> whether each answer obeys the rules of the puzzle, or None.
+    rules: Function (inputs, answers) -> whether each answer obeys the rules of the puzzle. None if answers
+    are not checked by rules.
     is_search: Whether the model is a search (LDT).
 
     Attributes:
         sums: {(number of steps, number of samples, selection rule, figure): sum over puzzles}. Figures are
             "exact" (the answer equals the label), "valid" (the answer obeys the rules, counted only with
-            `rules`), "calls" (number of model calls), and "undecided" (no answer, only of a search model).
-            With the selection rule "any", a puzzle counts if any of its samples is right.
+            `rules`), "calls" (thinking steps of all samples together), and "undecided" (no answer, only for a
+            search). In place of a selection rule, "any" counts a puzzle if any sample is right (not for a
+            search).
     """
 
     def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):
@@ -161,13 +164,14 @@ class Scores:
         self.sums: Counter[ScoreKey] = Counter()
 
     def add(self, steps: int, attempts: StepOutput, *, runs_all: bool = False) -> np.ndarray:
-        """Counts the answers to some puzzles after `steps` calls of the model.
+        """Counts the answers to some puzzles after at most `steps` thinking steps.
 
-        Returns the index of the sample that the first selection rule selects for each puzzle, int64
-        [puzzles]. -1 means that a search model has no answer.
+        Returns the index of the sample that the first selection rule selects among all samples of each
+        puzzle, int64 [puzzles]. -1 means that a search model has no answer.
 
         attempts: Output for all samples of the puzzles, [puzzles * samples, ...], ordered by puzzle.
-        runs_all: Whether all samples of a search run to their end.
+        runs_all: Whether all samples of a search run to their end. If False, they stop together with the
+        first sample that halts, and later thinking steps are not counted.
         """
         num_samples = self.settings.samples[-1]
 

@@ -1,10 +1,11 @@
-"""Solves one puzzle as evaluate.py does, and records every step of the run ("sample") that answers.
+"""Solves one puzzle like evaluate.py, and records every thinking step of the sample that answers.
 
-A search model (LDT) is different. `evaluate.py` runs all its samples side by side, and the one with the
-fewest steps answers. Here, only _FIRST_SAMPLES samples start, and their number doubles every _WIDEN_STEPS
-steps. The first sample that halts answers. Each sample makes the same steps as in `evaluate.py`, so both
-decide the same puzzles, but another sample may answer. Easy puzzles take a fraction of the time. If
-puzzles have many right answers, all samples run to their end.
+A search model (LDT) is different. In evaluate.py, the sample with the fewest thinking steps answers. Here,
+only 8 samples start (_FIRST_SAMPLES). Every 16 thinking steps (_WIDEN_STEPS), as many samples start as have
+started before. The first sample that halts answers. So easy puzzles take a fraction of the time. With the
+same seed and row (`answer_puzzle`), a sample makes the same thinking steps in both programs. So both find an
+answer to the same puzzles, but another sample may answer. If the kind of puzzle has many right answers, all
+samples start at once and run to their end.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _NOISE = 0.3  # the default for several samples, as in PTRM
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The model's answer to a puzzle after one thinking step (call of the model).
+    """The model's answer to a puzzle after one thinking step.
 
     Arrays have the shape [rows, columns] of the puzzle's grid.
 
@@ -73,20 +74,20 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Step):
-    """The model's final answer to a puzzle, and its answer after each model call.
+    """The model's final answer to a puzzle, and its answer after each thinking step.
 
-    The fields of `Step` describe the final answer.
+    The fields of the base class `Step` describe the final answer.
 
     puzzle         The puzzle.
     style          How the puzzle is drawn: symbols and colors.
     steps          The answers after each step.
-    num_samples    Number of samples. A sample is one run of the puzzle, with its own random noise.
+    num_samples    Number of samples. A sample is one of several answers, with its own random noise.
     sample         Index of the sample that was selected.
-    select         Rule that selected it, such as "vote".
+    select         Rule that selected the sample, such as "vote".
     valid          Whether the answer obeys the rules of the puzzle. None if the puzzle has no rules.
     correct        Whether the answer equals the solution. None if no solution is known.
-    is_search      Whether the model is a search model (LDT). Its q_halt and confidence are not probabilities.
-    is_decided     False if a search model found no answer. `steps` are then those of the first sample.
+    is_search      Whether the model is a search (LDT). Then q_halt and confidence are not probabilities.
+    is_decided     False if a search model found no answer. `steps` then belong to the first sample.
     distinct       uint8 [n, seq_len]: Different right answers among all samples, in the order of the samples.
                    None if the kind of puzzle has one right answer.
     """
@@ -105,7 +106,7 @@ class Answer(Step):
 
     @property
     def halting_step(self) -> int | None:
-        """The number of the first step after which the model would halt, or None."""
+        """The number of the first step after which the model would halt. None if it would never halt."""
         return next((step.number for step in self.steps if step.wants_to_halt), None)
 
     def __str__(self) -> str:
@@ -123,12 +124,12 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves one puzzle, and records the answer after each call of the model.
+    """Solves one puzzle, and records the answer after each thinking step.
 
     Raises ValueError if the config does not fit the model or the puzzle.
 
     model: Model in evaluation mode, for puzzles of this size.
-    config: Config of solve.py, such as the numbers of calls of the model and of runs of the puzzle.
+    config: Config of solve.py, such as the number of thinking steps and the number of samples.
     style: How the puzzle is drawn. It is stored in the answer.
     identifier: Row of the puzzle in the model's puzzle embedding table.
     row: Number that selects the random noise. With the index of the puzzle in its test set, the noise is the
@@ -206,13 +207,14 @@ def _first_to_halt(
     num_samples: int,
     on_step: Callable[[StepOutput], None],
 ) -> int:
-    """Runs a search model (LDT) on one puzzle several times, until the first run halts.
+    """Runs samples of a search model (LDT) on one puzzle, until the first sample halts.
 
-    Returns the index of this run, or -1 if none halts. The docstring of this file says when runs start.
+    Returns the index of this sample, or -1 if no sample halts. The docstring of this file says when the
+    samples start.
 
     batch: Batch that contains only the puzzle.
-    num_samples: Largest number of runs.
-    on_step: Function that is called with the output of each model call.
+    num_samples: Largest number of samples.
+    on_step: Function that is called with the output of each thinking step.
     """
     (attempts,) = split_into_attempts(iter([batch]), num_samples=num_samples, num_slots=num_samples)
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)

@@ -1,4 +1,4 @@
-"""Draws an answer in a terminal: the puzzle, the answer and every step, wrapped to its width."""
+"""Draws an answer as text for a terminal: the puzzle, the answer, and the answer after every step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _RULES: dict[Select, str] = {
 
 
 def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
-    """Draws the puzzle, the answer, and the answers after all model calls as text.
+    """Draws the puzzle, the answer, and the answer after each thinking step as text.
 
-    width: Maximum number of characters in a line. Only a grid that is wider exceeds it.
+    width: Number of characters in a line. Grids are placed side by side as long as they fit. A single wide
+    grid or the legend may be longer.
     color: Whether to use ANSI color codes.
     """
     top = [
@@ -93,9 +94,11 @@ def _draw_grid(
 
     answer: Answer that contains the puzzle and its style.
     tokens: Tokens of the puzzle or of an answer, [seq_len].
-    confidence: Probability of each cell, [rows, columns]. Cells with a low probability are marked.
-    changed: Cells to mark as changed, bool [rows, columns].
-    color: Whether ANSI color codes will be shown. If False, a character marks changed cells.
+    confidence: Probability of each cell, [rows, columns]. With color, cells with a low probability are
+    marked. If None, no cell is marked.
+    changed: Cells to mark as changed, bool [rows, columns]. If None, no cell is marked.
+    color: Whether the caller keeps the ANSI color codes. If False, a character after the cell marks changed
+    cells, except in puzzles with colored areas (`style.has_areas`).
     """
     style, puzzle = answer.style, answer.puzzle
     cells = puzzle.cells_of(tokens)

@@ -1,11 +1,13 @@
-"""Test-time compute: runs every puzzle several times ("samples"), with more thinking steps.
+"""Test-time compute: evaluates several samples of every puzzle, with more thinking steps than in training.
 
-A slot (position of the batch) works on an attempt: one sample of a puzzle. An attempt runs the largest number
-of steps. In a search model (LDT), it ends earlier if it halts. Without `runs_all`, it also ends if another
-sample of the puzzle has halted before. `run_settings` also stores the answers for every smaller number of
-steps and samples: a run of 64 steps passes through step 16, and 8 samples include the first 4. All settings
-together cost as much as the largest one. Then one sample of each puzzle is selected. Invariant: an attempt
-depends only on the seed, its puzzle and its sample.
+A slot works on an attempt: one sample of a puzzle. An attempt makes the largest number of thinking steps.
+With halting=act, and always in a search (LDT), the attempt ends earlier if the model halts. In a search
+without `runs_all`, the attempt also ends if another sample of the puzzle has halted first.
+
+`run_settings` also counts the answers for every smaller number of steps and samples. Example: an attempt of
+64 steps also gives the answer after step 16, and 8 samples include the first 4. So all settings together cost
+as much as the largest one. For each setting, a rule selects one sample of each puzzle. The answer of an
+attempt depends only on the seed, the puzzle and the sample index.
 """
 
 import dataclasses
@@ -30,10 +32,11 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
-    """Reads from the config of evaluate.py how to run each puzzle.
+    """Reads from the config of evaluate.py how to evaluate each puzzle.
 
-    The second result contains the numbers of calls and of runs to compare. It is None if there is nothing to
-    compare. Raises ValueError if an option does not fit the model.
+    Returns (settings of the thinking steps, numbers of steps and samples to evaluate). The second is None if
+    halt_max_steps is not a list of several numbers, and samples, select and retry_samples have their
+    defaults. Raises ValueError if an option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -50,13 +53,13 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the settings of a run of a puzzle, such as noise and early halting.
+    """Returns the settings of the thinking steps, such as noise and early halting.
 
-    Raises ValueError if an option of the config does not fit the model, or if all runs of a puzzle would be
-    identical.
+    All samples of a puzzle have the same settings. Raises ValueError if an option of the config does not fit
+    the model, or if all samples of a puzzle would be identical.
 
-    max_steps: Number of thinking steps (calls of the model).
-    num_samples: Number of runs of each puzzle.
+    max_steps: Largest number of thinking steps.
+    num_samples: Number of samples of each puzzle.
     """
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
@@ -97,15 +100,15 @@ def keeps_state(network: Network) -> bool:
 def build_draw(
     network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1, first_sample: int = 0
 ) -> Draw:
-    """Returns a function that creates the random numbers for the next call of the model.
+    """Returns a function that creates the random numbers for the next thinking step.
 
-    The function takes the state of the batch (`Carry`). It returns None if nothing is random. The random
-    numbers depend only on the seed, the puzzle, the number of its run, and the number of the call.
+    The function takes the state of the batch (`Carry`), and returns None if nothing is random. The random
+    numbers depend only on the seed, the puzzle, the number of the sample, and the number of the step.
 
-    num_samples: Number of runs of each puzzle. `carry.data.rows` must contain puzzle index * num_samples +
-    number of the run, from 0.
-    first_sample: Number that is added to the number of the run. If puzzles run again, they so get other
-    random numbers.
+    num_samples: Number of samples of each puzzle. `carry.data.rows` must contain puzzle index * num_samples +
+    sample index (from 0).
+    first_sample: Number that is added to the sample index. With another number, a second pass over the same
+    puzzles gets other random numbers.
     """
 
     def draw(carry: Carry) -> SlotRng | None:
@@ -120,7 +123,7 @@ def build_draw(
 def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
     """Repeats every example `num_samples` times, and yields batches of at most `num_slots` examples.
 
-    `rows` of a yielded batch contains example index * num_samples + number of the repetition. Padding has -1.
+    `rows` of a yielded batch contains example index * num_samples + sample index (from 0). Padding has -1.
     """
     for batch in batches:
         slots = torch.arange(len(batch.rows) * num_samples, device=batch.rows.device)
@@ -131,16 +134,16 @@ def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots
 
 
 class HistoryNetwork(nn.Module):
-    """Wraps a network, and stores answers of its earlier calls in the state.
+    """Wraps a network, and stores answers of earlier thinking steps in the state.
 
     The state has these additional keys:
 
-    halt.*     answer of the first call after which the network wants to halt. Until then, the newest answer
-    peak.*     answer of the call with the largest q_halt
-    history.*  number of calls, newest logits, whether the network wanted to halt after any call, and the
-               changes of the logits in the last calls
+    halt.*     answer of the first step after which the network wants to halt. Until then, the newest answer
+    peak.*     answer of the step with the largest q_halt
+    history.*  number of steps, newest logits, whether the network wanted to halt after any step, and the
+               changes of the logits in the last 3 steps (_RESIDUAL_STEPS)
 
-    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the call).
+    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step).
     """
 
     def __init__(self, network: Network, *, vocab_size: int):
@@ -210,25 +213,26 @@ def run_settings(
     runs_all: bool = False,
     on_step: OnStep = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-    """Runs every puzzle several times, and yields the outputs when all its runs have ended.
+    """Runs several samples of every puzzle, and yields the outputs of puzzles whose samples have all ended.
 
-    While they run, `scores` also counts the right answers for smaller numbers of calls and samples. Whenever
-    some puzzles have ended, yields a tuple of three parts:
+    Meanwhile, `scores` counts the right answers for all numbers of thinking steps and samples. Whenever the
+    samples of some puzzles have ended, yields a tuple of three parts:
 
     - outputs of the samples that the first rule in `scores.settings.selects` selects, one for each puzzle
     - outputs of all samples, ordered by puzzle
     - index of the selected sample of each puzzle, int64 [puzzles]. -1 means that a search has no answer
 
-    With `scores.settings.retry_samples`, puzzles without an answer run again at the end, with other random
-    numbers. Their outputs are those of the second run.
+    If `scores.settings.retry_samples` is set, puzzles without an answer get more samples at the end, with
+    other random numbers. Only the outputs of these samples are then yielded for such a puzzle.
 
-    reasoning: Settings of a sample. Its max_steps is the largest number of model calls.
-    num_slots: Batch size of this rank. Each sample takes one position of the batch.
+    reasoning: Settings of the thinking steps. max_steps is the largest number of steps.
+    num_slots: Number of slots of this rank. Each sample takes one slot.
     vocab_size: Number of different tokens.
-    scores: Receives the counts. `scores.settings` has the numbers of calls and of samples.
+    scores: Receives the counts. `scores.settings` has the numbers of thinking steps and of samples.
     runs_all: Whether all samples of a search (LDT) run to their end. If False, the first sample that halts
     stops the other samples of its puzzle.
-    on_step: As in `answer_batches`.
+    on_step: Function that is called after every step with the output and with a mask, bool [batch]. The mask
+    is True once for each sample: after the first step at which the model wants to halt, or after its last.
     """
     options = {"seed": seed, "num_slots": num_slots, "vocab_size": vocab_size, "runs_all": runs_all}
     options["on_step"] = on_step

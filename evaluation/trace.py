@@ -18,7 +18,7 @@ MOST_TOKENS = 31  # bits of a mask. A browser's integers have 32 bits
 
 
 class Trace(NamedTuple):
-    """The answers of a model to a batch of puzzles, after each call ("step").
+    """The answers of a model to a batch of puzzles, after each thinking step.
 
     preds          uint8 or int32 [batch, steps, seq_len]: Most likely token of each cell.
     confidence     float32 [batch, steps, seq_len]: Probability of this token.
@@ -26,8 +26,9 @@ class Trace(NamedTuple):
     wants_to_halt  bool [batch, steps]: Whether the model would stop after this step.
     candidates     int64 [batch, steps, seq_len]: Bit t is set if token t is still possible in the cell. Only
                    for a search model (LDT) with at most MOST_TOKENS tokens. Otherwise [batch, steps, 0].
-    guesses        int16 [batch, steps]: Index of the cell that a search model guessed in this step. NO_GUESS:
-                   it guessed none. RESET: it started again from the puzzle.
+    guesses        int16 [batch, steps]: Index of the cell that the search guessed in this step. NO_GUESS: No
+                   guess. RESET: The search started again from the puzzle. Without `candidates`, all entries
+                   are NO_GUESS.
     """
 
     preds: np.ndarray
@@ -49,11 +50,11 @@ class Trace(NamedTuple):
 
 @torch.inference_mode()
 def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps: int | None = None) -> Trace:
-    """Calls a model several times on a batch, and returns all its answers.
+    """Runs a model on a batch of puzzles, and returns its answer after each thinking step. No puzzle halts.
 
     model: Model in evaluation mode.
     seed: Seed of the random noise.
-    max_steps: Number of calls, but never more than in an evaluation. If None, as many calls as in an
+    max_steps: Number of thinking steps. If it is None or larger than in an evaluation, the number of an
     evaluation.
     """
     assert not model.training
@@ -72,7 +73,7 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
 
 
 def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
-    """Returns the answers after one call of the model, from its output.
+    """Returns the answers after one thinking step, from the output of the model.
 
     The arrays have no axis "steps". Example: preds is [batch, seq_len].
     """

@@ -34,8 +34,8 @@ class _Frame(NamedTuple):
 def draw_animation(answer: Answer) -> str:
     """Returns an animated SVG file as text: a puzzle, then the answer after each step.
 
-    A step is one call of the model. The last steps are left out if they do not change the answer and the
-    model would already stop.
+    A step is a thinking step. The last steps are left out if they do not change the answer and the model
+    would already have halted.
 
     answer: The puzzle, and the model's answer to it after each step.
     """

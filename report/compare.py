@@ -1,6 +1,7 @@
 """The page that compares runs: a table, and curves over steps, examples, operations and seconds.
 
-Runs form a group if their configs differ only in the seed and the names. The page also shows group means.
+Runs form a group if their configs differ only in the seed and in keys that do not change the training, such
+as names and loggers. The page also shows group means.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,10 +72,10 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 
 
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
-    """Draws a chart for each metric, with one curve per run, over steps or time.
+    """Draws a chart for each metric, with one curve for each run.
 
     Metrics that no run has logged are left out. If a group has several runs, the chart also has a curve of
-    their mean. It ends where the shortest run ends.
+    their mean. The mean ends where the shortest run ends.
 
     axis: Unit of the x axis: "training steps", "examples" (steps times batch size), "petaflops" (1e15
     floating-point operations since the start) or "seconds".

@@ -1,7 +1,7 @@
-"""Charts of accuracy over network calls.
+"""Charts of accuracy over network calls. A network call is one thinking step of one sample.
 
 The numbers come from scaling.json, a result file of evaluate.py. It contains the accuracy for several numbers
-of network calls and of samples. A sample is one run of a puzzle.
+of thinking steps and of samples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from report.charts import Chart, Line, chart_file, line_chart
 def compute_chart(
     title: str, settings: Sequence[Mapping[str, Any]], by: str, *, has_oracle: bool, **options: Any
 ) -> Chart | None:
-    """Draws accuracy over the number of model calls per puzzle.
+    """Draws accuracy over the mean number of network calls per puzzle.
 
     The chart has a line for each number of samples. Returns None if there are no points.
 
@@ -38,7 +38,7 @@ def compute_chart(
 
 
 def compute_picture(scaling: Mapping[str, Any]) -> str:
-    """Returns an SVG file as text: accuracy over the number of model calls per puzzle.
+    """Returns an SVG file as text: accuracy over the mean number of network calls per puzzle.
 
     For each test set, the file has a chart for each rule that selects one of the samples.
 

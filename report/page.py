@@ -46,10 +46,12 @@ def write_report(
         folder: Run folder.
         output: File to write. If None, report.html in the run folder.
         data: Dataset folders to take the shown test puzzles from. If None, the data of the run.
-        num_puzzles: Maximum number of test puzzles that the model solves. If 0, the model does not run.
+        num_puzzles: Maximum number of test puzzles that the model solves, rounded up to a multiple of the
+            number of test sets. If 0, the model does not run.
         traced: Test puzzles and the answers of the model to them. If given, `data` and `num_puzzles` have no
             effect.
-        evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
+        evaluation: Folder of the evaluation to report. If None, the newest one with default options, from
+            evaluate.py or from the log of the run.
         warn: Function that is called with the text of each warning.
 
     Raises:
@@ -76,9 +78,9 @@ def write_report(
 
 
 def report_run(folder: Path) -> None:
-    """Writes the report of a finished training into its run folder, on rank 0.
+    """On rank 0, writes the report of a finished training into its run folder.
 
-    Errors become warnings. On other ranks, does nothing.
+    An error is logged as a warning. On other ranks, does nothing.
     """
     if is_main():
         try:
@@ -102,10 +104,12 @@ def write_evaluation_report(
     The page shows the results of an evaluation, and solved puzzles. The function runs the model on about
     NUM_PUZZLES test puzzles.
 
-    checkpoint: Checkpoint that the model was loaded from. The report goes into its run folder.
+    checkpoint: Checkpoint that the model was loaded from.
     data: Dataset with the test puzzles.
     evaluation: Folder with the results of the evaluation to show.
-    batch_size, seed, puzzles: As in `trace_puzzles`.
+    seed: Seed of the random noise of the model.
+    batch_size: Number of puzzles that the model solves at a time.
+    puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed, "puzzles": puzzles}
     traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
@@ -114,7 +118,7 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Writes an SVG chart of accuracy over the number of model calls.
+    """Writes an SVG chart of accuracy over the number of network calls (thinking steps) per puzzle.
 
     If matplotlib is missing, only logs a warning. If `scaling` has no test sets, does nothing.
 

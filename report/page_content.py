@@ -212,10 +212,10 @@ def learning_charts(run: RunRecord) -> list[Chart]:
 def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
     """Draws charts of how the model solves test puzzles.
 
-    There is a chart of the accuracy after each thinking step (call of the model), one of the number of steps
-    until the model halts, and one of how well the model predicts whether its answer is right. If the run has
-    a file scaling.json (results of evaluate.py with several numbers of steps or samples), there is also a
-    chart of these accuracies for each test set. A chart without data is left out.
+    There is a chart of the accuracy after each thinking step, one of the number of steps until the model
+    halts, and one of how well the model predicts whether its answer is right. If the run has a file
+    scaling.json (results of evaluate.py with several numbers of steps or samples), there is also a chart of
+    these accuracies for each test set. A chart without data is left out.
 
     traced: Some test puzzles, and the answers of the model to them. None if there are none.
     """

@@ -1,6 +1,7 @@
 """Reads a run folder for reports and tables: config, log, launches and the last evaluation.
 
-A missing or damaged config or log becomes a warning, so that metrics.jsonl is enough for a report.
+A missing or damaged config or log causes a warning, not an error. Example: a folder with only the log
+(metrics.jsonl) is enough for a report.
 """
 
 import dataclasses
@@ -36,7 +37,10 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the names of the metrics that other architectures may lack. arch: Such as "hrm"."""
+    """Returns the metrics of a model that the standard charts do not show, such as "kills" for "ldt".
+
+    arch: Name of the model.
+    """
     objective = network_class(arch).objective_class
     return [name for name in objective.metrics | objective.training_metrics if name not in _KNOWN_METRICS]
 
@@ -47,12 +51,13 @@ class RunRecord:
 
     config       content of config.yaml, with defaults for missing keys. Empty if the file is missing
     rows         records of metrics.jsonl, {name: value}, sorted by training step
-    starts       records of starts.jsonl: step, command, git_commit, hardware, ... There is one for each time
-                 that the run was started or resumed
+    starts       records of starts.jsonl: step, command, git_commit, hardware, ... There is one for each
+                 launch
     status       {"status": such as "finished", "step": last training step}
     evaluation   {test set: {metric: value}} of the newest evaluation
-    scaling      newest scaling.json (accuracies for several numbers of model calls), or None
-    fingerprint  hash of the dataset, or None if it is unknown
+    scaling      newest scaling.json (accuracies for several numbers of thinking steps and of samples). None
+                 if there is no such file
+    fingerprint  hash of the dataset. None if it is unknown
     warnings     texts about problems, such as a missing file
     """
 
@@ -77,7 +82,7 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """The name of the architecture in papers, such as "HRM". For a model of a plugin, arch.name."""
+        """The title of the model, such as "HRM". The config key arch.name if its plugin is not loaded."""
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
@@ -122,7 +127,7 @@ class RunRecord:
     def eval_sets(self, split: str = "eval") -> list[str]:
         """Returns the names of the test sets in the log, such as "all" for "eval/all/accuracy".
 
-        split: First part of the names, such as "eval".
+        split: First part of the names of the metrics, such as "eval".
         """
         return list(dict.fromkeys(set_name for row in self.rows for set_name in metrics_by_set(row, split)))
 
@@ -134,10 +139,11 @@ def _is_drawable(value: Any) -> bool:
 def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
     """Reads the config, the log and the last evaluation from a run folder.
 
-    A missing or damaged file becomes a text in `RunRecord.warnings`. Raises ValueError if the folder does not
-    exist or has no run.
+    A missing or damaged config or log becomes a text in `RunRecord.warnings`. Raises ValueError if the folder
+    does not exist or has no run.
 
-    evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
+    evaluation: Folder of the evaluation to report. If None, the newest one with default options, from
+    evaluate.py or from the log of the run.
     """
     if not folder.is_dir():
         raise ValueError(explain_missing(folder))
@@ -204,13 +210,14 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, rows: list[Row], warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Reads the newest results of evaluate.py in a run folder: (metrics.json, scaling.json).
+    """Reads the newest results of evaluate.py in a run folder.
 
-    If a file is missing, its content is {} or None. Problems are appended to `warnings`.
+    Returns (content of metrics.json, content of scaling.json). Without the file, the first is {} and the
+    second is None. Problems are appended to `warnings`.
 
-    evaluation: Folder of the result files. If None, they are searched in the folder evaluation/ of the run.
-    Then a metrics.json counts only if it was computed with default options, and if the log has no newer
-    evaluation of a later training step.
+    evaluation: Folder of the result files. If None, all folders in evaluation/ of the run are searched.
+    There, metrics.json is skipped if it was computed with other options than the defaults. It is also skipped
+    if it is older than the log and the log has an evaluation of a later training step.
     rows: Records of the log.
     """
     last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)

@@ -71,13 +71,15 @@ def _point(x: float, y: float) -> Line:
 def _parameter_chart(
     study: Study, key: str, trials: list[FrozenTrial], *, importance: float | None
 ) -> Chart | None:
-    """Draws the result of each trial, a mean over seeds, over the value of one hyper-parameter.
+    """Draws one point for each trial: x is the value of a hyper-parameter, y is the trial's result.
 
-    key: Name of the hyper-parameter. If it has a list of choices, the x axis shows their numbers 1, 2, ...,
-    and the caption explains them.
+    The result of a trial is a mean over seeds.
+
+    key: Name of the hyper-parameter. If it has a list of choices, x is the number of the choice (1, 2, ...),
+    and the caption lists the choices.
     trials: Completed trials.
-    importance: Fraction of the variance of the results that the hyper-parameter explains, or None. The
-    caption shows it.
+    importance: Fraction of the variance of the results that the hyper-parameter explains, for the caption.
+    None if it cannot be computed, for example with only one trial.
     """
     of = study.space.parameters[key]
     is_choice = isinstance(of, CategoricalDistribution)

@@ -1,4 +1,4 @@
-"""The table that compares runs: a row per group of seeds, with accuracy, interval and t-test."""
+"""The table that compares runs. It has one row for all runs that differ only in the seed."""
 
 import csv
 import dataclasses
@@ -33,12 +33,12 @@ _ALWAYS_SHOWN = ("arch.name", "halting")  # accuracies with other values of thes
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A group of trainings that differ only in their seed.
+    """A group of runs that train alike, except for the seed.
 
     label     name of the group in tables and legends
     role      name of the color of its lines in charts
     settings  {config key: value}, for keys that differ between the groups
-    runs      the trainings
+    runs      the runs
     """
 
     label: str
@@ -50,12 +50,13 @@ class Group:
 def without_repeats(
     runs: Sequence[RunRecord], warn: Callable[[str], None] = lambda line: None
 ) -> list[RunRecord]:
-    """Removes all but one of the runs with the same config, seed and data.
+    """Returns the runs without repetitions: runs with the same config (also the same seed) and data.
 
-    Of several equal runs, the newest finished one is kept. If none has finished, the newest is kept. Runs
-    without a config are always kept.
+    Config keys that do not change the training, such as names and loggers, are not compared. Of several equal
+    runs, the newest finished one is kept. If none has finished, the newest is kept. Runs without a config are
+    always kept.
 
-    warn: Function that is called with a text for each removed run.
+    warn: Function that is called with a text for each run that is left out.
     """
     counted: dict[str, RunRecord] = {}
     for index, run in enumerate(runs):
@@ -88,10 +89,11 @@ def _age(run: RunRecord) -> tuple[bool, str]:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Groups trainings that differ only in their seed and their names. Keeps their order.
+    """Groups runs that train alike, except for the seed. The groups are in the order of their first runs.
 
-    If a dataset was rebuilt between two trainings, they are in different groups. A run without a config is
-    the only run of its group.
+    Config keys that do not change the training, such as names and loggers, are not compared. If a dataset was
+    rebuilt between two runs, the runs are in different groups. A run without a config is the only run of its
+    group.
     """
     groups: dict[str, list[RunRecord]] = {}
     for index, run in enumerate(runs):
@@ -170,7 +172,7 @@ _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | N
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table that compares groups of trainings.
+    """A table that compares groups of runs.
 
     columns  names of the columns
     rows     cells as texts, one list for each group
@@ -189,7 +191,7 @@ class Table:
         return "\n".join([*lines, "", NOTE + "."]) + "\n"
 
     def to_latex(self) -> str:
-        """Returns the table as LaTeX. It needs the LaTeX package booktabs."""
+        """Returns the table as LaTeX. A document that includes it must load the package booktabs."""
         rows = [" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows)]
         head = [rf"\begin{{tabular}}{{{'l' * len(self.columns)}}}", r"\toprule", rows[0], r"\midrule"]
         return "\n".join([f"% {NOTE}", *head, *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
@@ -203,12 +205,12 @@ class Table:
 
 
 def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -> Table:
-    """Builds a table with one row for each group of trainings.
+    """Builds a table with one row for each group of runs.
 
-    The column "p" is the p-value of a t-test that compares the accuracies of the row with those of the first
-    row. Raises ValueError for an unknown column.
+    The column "p" is the p-value of a t-test. The test compares the accuracies of the runs in this row with
+    the accuracies of the runs in the first row. Raises ValueError for an unknown column.
 
-    groups: Groups of trainings that differ only in their seed.
+    groups: Result of `group_runs`. The runs of a group differ only in the seed.
     columns: Columns to show. A column has a default name such as "solved", or is a metric of the log such as
     "train/lm_loss" or "accuracy" (mean over test sets). If None, all default columns that are not empty.
     """
@@ -261,12 +263,12 @@ def _unknown_column(column: str, runs: Sequence[RunRecord], usual: Sequence[str]
 
 
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns (low, high), the 95 % confidence interval of the accuracy.
+    """Returns (low, high), the 95 % confidence interval of the accuracy of a group of runs.
 
-    With several trainings, it is that of their mean over seeds. With one training, it is that over test
-    puzzles. Returns (None, None) if it is unknown.
+    With several runs, it is the interval of their mean accuracy (Student's t). With one run, it is the
+    interval of the accuracy over test puzzles (Wilson). Returns (None, None) if the interval is unknown.
 
-    shares: Accuracy of each training whose accuracy is known.
+    shares: Accuracy of each run whose accuracy is known.
     """
     if len(shares) > 1:
         low, high = mean_interval(shares)
@@ -287,7 +289,8 @@ def write_table(folders: Sequence[Path], path: Path, *, columns: Sequence[str] |
     Raises ValueError for another suffix, an unknown column, or a folder without a run.
 
     folders: Run folders.
-    columns: Columns to show, as in `build_table`. If None, all default columns that are not empty.
+    columns: Columns to show: default names such as "solved", or metrics of the log such as "train/lm_loss".
+    If None, all default columns that are not empty.
     """
     formats = {".md": Table.to_markdown, ".tex": Table.to_latex, ".csv": Table.to_csv}
     if path.suffix not in formats:

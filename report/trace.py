@@ -33,15 +33,16 @@ _MOST_CELLS = 6_000_000  # cells over all puzzles and steps; the page then takes
 
 @dataclasses.dataclass(frozen=True)
 class TracedPuzzles:
-    """Test puzzles, and the answers of a model to them after each call ("step").
+    """Test puzzles, and the answers of a model to them after each thinking step.
 
     info          description of the dataset
     set_names     name of the test set of each puzzle, [n]
     rows          index of each puzzle in its test set, int64 [n]
-    names         name of each puzzle, [n]. Empty if the dataset has no names
+    names         name of each puzzle, [n]. "" for a puzzle without a name
     inputs        tokens, int32 [n, seq_len]
     labels        tokens of the right answers, int32 [n, seq_len]. Cells with IGNORE_LABEL_ID are not scored.
-                  If a puzzle has several right answers, and the model's last answer is one of them: this one
+                  If a puzzle has several right answers and the model's last answer is one of them, it is the
+                  model's last answer
     trace         answers and probabilities after each step (`evaluation.trace.Trace`)
     num_puzzles   number of puzzles in the complete test sets. Augmented variants do not count
     has_variants  whether the test sets contain augmented variants of puzzles
@@ -61,13 +62,13 @@ class TracedPuzzles:
 
     @property
     def is_wrong(self) -> np.ndarray:
-        """Whether a scored cell is wrong after each call of the model: bool [n, steps, seq_len]."""
+        """Whether a scored cell is wrong after each thinking step: bool [n, steps, seq_len]."""
         labels = self.labels[:, None]
         return (self.trace.preds != labels) & (labels != IGNORE_LABEL_ID)
 
     @property
     def is_right(self) -> np.ndarray:
-        """Whether all scored cells are right after each call of the model: bool [n, steps]."""
+        """Whether all scored cells are right after each thinking step: bool [n, steps]."""
         return ~self.is_wrong.any(axis=2)
 
     @property
@@ -80,13 +81,13 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Loads the model of a run and its data, and calls `trace_puzzles`.
+    """Runs the model of a run on test puzzles, and returns its answer after each thinking step.
 
     Raises ValueError if the checkpoint or the data are missing, or do not fit each other.
 
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
-    num_puzzles: Maximum number of puzzles.
+    num_puzzles: Approximate number of puzzles. For a search model (LDT), it is at most 40.
     """
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
@@ -111,13 +112,13 @@ def trace_puzzles(
     seed: int = 0,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> TracedPuzzles:
-    """Calls a model repeatedly on test puzzles, and returns its answers after each call.
+    """Runs a model on test puzzles, and returns its answer after each thinking step.
 
-    Each puzzle gets the maximum number of calls, also if the model would stop earlier. The puzzles are evenly
-    spaced in the test sets, without augmented variants.
+    Each puzzle gets the largest number of thinking steps, even if the model would halt earlier. The puzzles
+    are evenly spaced in the test sets, without augmented variants.
 
-    num_puzzles: Maximum number of puzzles. Each test set gets an equal part, rounded up. If the model is slow
-    (LDT) or needs much memory, the number is smaller.
+    num_puzzles: Number of puzzles. Each test set gets an equal part, rounded up. For a search model (LDT),
+    the number is at most 40. If the answers after all steps need too much memory, the number is smaller.
     batch_size: Number of puzzles that the model solves at a time.
     path: Path of the checkpoint. It is only stored in the result.
     seed: Seed of the random noise of the model.
@@ -159,10 +160,10 @@ def trace_puzzles(
 
 
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
-    """Counts the puzzles for which the model would stop after 1, 2, ... calls.
+    """Counts the puzzles for which the model would halt after 1, 2, ... thinking steps.
 
-    Returns two lists: counts of puzzles with a right answer at that time, and of those with a wrong one.
-    Puzzles without a label do not count.
+    Returns (right, wrong), two lists of counts. `right` counts the puzzles with a right answer in the step of
+    halting, `wrong` those with a wrong answer. Puzzles without a label do not count.
     """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
@@ -173,7 +174,7 @@ def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
 
 
 def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
-    """Returns the fraction of right answers after 1, 2, ... calls of the model.
+    """Returns the fraction of right answers after 1, 2, ... thinking steps.
 
     Puzzles without a label do not count. If no puzzle has a label, the list is empty.
     """
@@ -188,7 +189,8 @@ def reliability(
 
     Answers with similar predicted probabilities of being right form a bin. Returns (bins, expected
     calibration error of Guo et al. 2017). A bin is (mean probability, fraction of right answers, number of
-    answers). Returns None if no puzzle has a label, or for a search, which predicts no probability.
+    answers). Returns None if no puzzle has a label. Also returns None for a search (LDT), because it predicts
+    no probability.
     """
     if puzzles.is_search or not puzzles.has_labels.any():
         return None
@@ -211,16 +213,17 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
     """Returns the data for drawing the puzzles on the page: {"puzzles": list, ...} for JSON.
 
-    Puzzles that the model solves after fewer calls come first. The keys of a puzzle are, among others:
+    Puzzles that the model solves in fewer thinking steps come first. The keys of a puzzle are, among others:
 
     input, label      list of tokens
-    answers           for each model call, a list of tokens
-    confidences       for each model call, the confidence in each cell: a list of integers from 0 to 100
-    stays_right_from  number of the first call after which the answer stays right, or null
-    rated             for each call, from 0 to 100: the predicted probability that the answer is right. For a
+    answers           for each step, a list of tokens
+    confidences       for each step, the confidence in each cell: a list of integers from 0 to 100
+    stays_right_from  number of the first step from which the answer stays right. null if the last answer is
+                      wrong or the puzzle has no label
+    rated             for each step, from 0 to 100: the predicted probability that the answer is right. For a
                       search model (LDT): the percentage of cells with only one possible token
-    candidates        only for a search model (LDT): for each call, a list of bit masks of possible tokens
-    guesses           for each call, the index of the cell that a search model guesses. Negative: no guess
+    candidates        only for a search model (LDT): for each step, a list of bit masks of possible tokens
+    guesses           for each step, the index of the cell that a search model guesses. Negative: no guess
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}

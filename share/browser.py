@@ -67,7 +67,7 @@ class Exhibit:
 
     @property
     def listed(self) -> dict[str, Any]:
-        """The model's entry in models.json: {"name": "demo", "title": ..., "kind", "rows", "columns"}."""
+        """The model's entry in models.json: its name and title, and the kind and size of its puzzles."""
         facts = self.facts
         first, *rest = facts["plural"]
         title = f"{first.upper()}{''.join(rest)} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
@@ -77,7 +77,7 @@ class Exhibit:
 def write_page(config: PageConfig) -> None:
     """Writes the folder of a web page that runs models in the browser.
 
-    If it raises ValueError, nothing is written.
+    If the function raises ValueError, nothing is written.
     """
     output = check_output_folder(Path(config.output), mark=MODELS, maker="share page", key="output")
     check_packages()
@@ -117,11 +117,12 @@ def write_page(config: PageConfig) -> None:
 
 
 def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
-    """Returns the models that an existing web page contains, as entries of its models.json.
+    """Returns the models that an existing web page contains, as entries of the page's models.json.
 
     Returns [] if there is no page. Raises ValueError if models.json is damaged, or if the folder of a model
     is missing.
 
+    page: Folder of the web page.
     names: Names of models to leave out.
     """
     if not (page / MODELS).exists():
@@ -245,9 +246,10 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves with `steps` calls, or 0 if it solves none.
+    """Returns the index of the first puzzle that the model solves, or 0 if it solves none.
 
     puzzles: Dicts with "inputs" and "labels", lists of tokens.
+    steps: Number of thinking steps after which the answers are compared with the labels.
     """
     inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
@@ -258,10 +260,10 @@ def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int)
 
 
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
-    """Removes the puzzle embeddings that the given puzzles do not need, in place.
+    """Removes the puzzle embeddings that the given puzzles do not need from the model, in place.
 
-    The exported model is then smaller. Removing rows changes the row numbers. The value of "identifier" in
-    each puzzle is replaced by the new row number of its embedding.
+    The exported model is then smaller. The remaining embeddings get new row numbers. In each puzzle, the
+    value of "identifier" is replaced by the new row number of the puzzle's embedding.
     """
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:

@@ -190,9 +190,9 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 
 
 def _plain(text: Any) -> str:
-    """Replaces the special characters of Markdown, HTML and shells by "-".
+    """Returns a text that is safe in Markdown, HTML and shell commands, for texts from files of other people.
 
-    Keeps the first 200 characters. Use it for texts of other people's files.
+    Special characters are replaced by "-". Only the first 200 characters are kept.
     """
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
 

@@ -1,9 +1,9 @@
-"""Writes a trained model to weights/NAME: the files of `push`, with weights in the smallest safe dtype.
+"""Writes a trained model to weights/NAME: config, model card, and weights in the smallest safe dtype.
 
-The weights are rounded to the smallest dtype that does not change any cell of the answers to the compared
-test puzzles. The answers are compared with the forward pass in float32 and in the model's forward_dtype. LDT
-searches at random and may find no answer. For LDT, only puzzles that are answered both before and after
-rounding are compared. A dtype with which LDT answers less than 95 % as many puzzles is not used.
+The weights are rounded to the smallest dtype that does not change any cell of the answers to some test
+puzzles. The answers are compared twice: with a forward pass in float32, and in the model's forward_dtype. LDT
+searches at random and may find no answer. For LDT, only puzzles with an answer before and after rounding are
+compared. A dtype with which LDT answers over 5 % fewer puzzles is not used.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def keep(options: argparse.Namespace) -> None:
     """Writes the weights, config and model card of a run into the folder weights/NAME.
 
-    If it raises ValueError, nothing is written.
+    If the function raises ValueError, nothing is written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", options.name):
         raise ValueError(
@@ -74,8 +74,10 @@ def keep(options: argparse.Namespace) -> None:
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
     """Returns the smallest dtype for the weights that does not change the model's answers.
 
-    Tries float8_e4m3fn, then float16. If both change an answer, returns float32. Compares the answers to
-    `count` puzzles of each test set with those of the unchanged weights. Prints how many answers change.
+    Tries float8_e4m3fn, then float16. If both change an answer, returns float32. Compares the answers of the
+    rounded weights with the answers of the unchanged weights. Prints how many answers change.
+
+    count: Number of puzzles of each test set to compare.
     """
     formats = ["float32", checkpoint.arch.forward_dtype]
     expected = [answer(checkpoint, data, torch.float32, name, count=count) for name in formats]
@@ -103,8 +105,8 @@ def answer(
     The answers are {(test set, number of the puzzle, from 0): tokens [seq_len]}. Puzzles to which a search
     model (LDT) finds no answer are left out.
 
-    forward_dtype: Dtype of the computation. count: Number of puzzles of each test set, at equal distances in
-        the set.
+    forward_dtype: Dtype of the computation.
+    count: Number of puzzles of each test set, evenly spaced.
     """
     model = load_trained_model(checkpoint, data.metadata, forward_dtype=forward_dtype)
     weights = load_weights(checkpoint)  # not yet rounded to forward_dtype, unlike the weights in `model`

@@ -12,7 +12,8 @@ The step computes in float32, and the batch may have any size. Inputs and output
     wants_to_halt       bool [batch]
 
 A model without a state has no input `starts`. A model without q_continue has no such output. For a search
-model (LDT), only the forward pass over boards is exported. The caller makes the moves of the search:
+model (LDT), only the forward pass over boards is exported, with these inputs and outputs. The caller makes
+the moves of the search.
 
     alive               [batch, seq_len, values], 1 where the value is a candidate of the cell, else 0
     keep, digit         [batch, seq_len, values], logits of the last loop
@@ -38,9 +39,10 @@ _LARGEST_COPY = 1 << 16  # elements; the exporter makes a copy of smaller consta
 
 
 class Step(nn.Module):
-    """One call of the model, to be exported to ONNX.
+    """One thinking step of a model, to be exported to ONNX.
 
-    In `forward`, `starts` is bool [batch]. Where it is True, a new puzzle starts, and the state is reset.
+    The argument `starts` of `forward` is bool [batch]. In a slot with True, a new puzzle starts, and the
+    state of the slot is reset.
     """
 
     def __init__(self, network: Network, reasoning: Reasoning):
@@ -85,9 +87,9 @@ def check_packages() -> None:
 
 
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
-    """Writes one call of a network, with its weights, as the ONNX file `path`.
+    """Writes one thinking step of a network, with its weights, as the ONNX file `path`.
 
-    Returns the shapes of the state between calls, without the batch axis, such as {"z_H": [81, 512]}. The
+    Returns the shapes of the state between steps, without the batch axis, such as {"z_H": [81, 512]}. The
     docstring of this file lists the inputs and outputs of the ONNX file.
 
     network: Network in float32 and in evaluation mode.

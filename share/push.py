@@ -49,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def push(options: argparse.Namespace) -> None:
     """Uploads a trained model to the Hugging Face Hub.
 
-    With --dry-run, only writes the files into a folder. Raises ValueError if an option is wrong or the upload
-    fails.
+    With --dry-run, writes the files into a folder instead. Raises ValueError if an option is wrong or the
+    upload fails.
+
+    options: Arguments of the command line, from `_parse_options`.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise ValueError(
@@ -101,14 +103,14 @@ def write_files(
     dtype: torch.dtype | None = None,
     data_path: str | None = None,
 ) -> None:
-    """Writes the files of a shared model: weights, config.json, README.md, and others.
+    """Writes the files of a shared model: weights, config.json and README.md (the model card).
 
-    The other files contain hashes of the training examples and the names of the puzzles, if they are known.
-    Raises ValueError if this code did not write the checkpoint.
+    If they are known, also writes hashes of the training examples and the names of the puzzles. Raises
+    ValueError if this code did not write the checkpoint.
 
-    address: Address of the repository on the Hub, or the name of a model in weights/.
-    dtype: Dtype of the written weights. If None, it is not changed.
-    data_path: Dataset folder to name in config.json. If None, the data_path of the run.
+    address: Address of the repository on the Hub, or the name of a model in weights/, for the model card.
+    dtype: Dtype of the written weights. If None, the weights keep their dtype.
+    data_path: Dataset folder that config.json and the model card name. If None, the data_path of the run.
     """
     state = read_state(checkpoint.path) if checkpoint.path.is_dir() else {}
     if "dataset_fingerprint" not in state or not isinstance(state.get("seq_len"), int):
@@ -200,9 +202,9 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
     """Uploads the files of a folder in one commit. Returns the URL of the repository.
 
-    Creates the repository if it does not exist. Removes files of an earlier push that the folder lacks,
-    because they describe other weights. Raises ValueError if the upload fails, or if `is_private` is True and
-    the repository exists and is public.
+    Creates the repository if it does not exist. If the folder has no trained_on.safetensors or no
+    identities.npz, the commit removes this file of an earlier push, because the file describes other weights.
+    Raises ValueError if the upload fails, or if `is_private` is True and the repository exists and is public.
     """
     client = import_client()
     by_hand = "Use --dry-run FOLDER to write the files, and upload them from another machine"
