@@ -192,10 +192,10 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Returns a grid with one cell of the color `of_answer` for each object in the grid.
+    """Returns a grid with one cell of the color `of_answer` for each object of the given color and size.
 
-    size: 1 if the objects are single cells, 2 if they are blocks of 2 x 2 cells. layout: Arrangement of the
-    returned cells: "row", "column" or "diagonal".
+    color: Color of the objects to count. size: 1 to count single cells, 2 to count blocks of 2 x 2 cells.
+    layout: Arrangement of the returned cells: "row", "column" or "diagonal".
     """
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
