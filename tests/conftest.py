@@ -138,7 +138,7 @@ def run(tmp_path) -> Path:
 
 @pytest.fixture
 def free_port() -> int:
-    """A free TCP port from 20000 to 29999. The system itself assigns only ports from 32768."""
+    """A free TCP port from 20000 to 29999. Linux itself assigns ports from 32768 on."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", random.randrange(20_000, 30_000)))

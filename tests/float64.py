@@ -1,7 +1,7 @@
 """Computes in float64 in place of float32 and bfloat16, so that rounding errors do not decide a test.
 
 Two right ways to compute a number differ by rounding errors, and a recurrence amplifies them. In float32, the
-errors can become as large as the effect of a mistake in the code. In float64, they stay far below
+errors can become as large as the effect of a mistake in the code. In float64, the errors stay far below
 `TOLERANCE`, and the effect of a mistake is far above it.
 """
 

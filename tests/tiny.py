@@ -26,7 +26,7 @@ from models.objective import Sums
 from models.random import SlotRng
 from tests.ranks import NUM_THREADS
 
-# For the command line; the same model as `tiny_arch`, but for q_target and exploration.
+# Command-line overrides for the model of `tiny_arch`. Only q_target and exploration have other values.
 OVERRIDES = (
     *("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1"),
     *("arch.halt_max_steps=4", "arch.forward_dtype=float32", "global_batch_size=24", "epochs=4"),
@@ -34,7 +34,7 @@ OVERRIDES = (
     *("device=cpu", f"cpu_threads={NUM_THREADS}"),
 )
 
-# What the log says of the machine: another thing each time.
+# Metrics that differ between equal runs, because they depend on the machine.
 TIMINGS = {
     f"train/{name}"
     for name in (

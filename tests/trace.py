@@ -192,7 +192,7 @@ def record_trace(name: str, *, data: Path, folder: Path) -> dict[str, object]:
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields ("<part>: <name>", tensor) for every tensor of a checkpoint. Shards are joined.
 
-    With `local_steps` > 1, each rank has other optimizer moments. They are then yielded for each rank.
+    With `local_steps` > 1, each rank has other optimizer moments. Yields those of every rank.
     """
     parts = {"weights": "weights", "ema_weights": "averages", "ema_state": "kept averages", "carry": "carry"}
     parts |= {"optimizer": "moments", "outer_optimizer": "outer momentum"}
@@ -215,6 +215,6 @@ def _hash(tensor: torch.Tensor) -> str:
 def _is_computed(name: str) -> bool:
     """Returns whether a metric is computed from the data and the model.
 
-    Times, peak memory, petaflops and the best values so far are not.
+    Returns False for times, peak memory, petaflops and the best values so far.
     """
     return not (name in TIMINGS or name.endswith(("_seconds", "petaflops")) or name.startswith("best/"))

@@ -1,9 +1,9 @@
-"""Delays all packets that emulated machines receive. It does not need tc netem, which many kernels lack.
+"""Delays all packets that emulated machines receive. Works without tc netem, which many kernels lack.
 
 The iptables rule `-j NFQUEUE` sends the numbers of a namespace's packets to this program. The contents stay
 in the kernel. After the delay, the program lets the packets pass in order, all that are due with one message.
-It needs Linux and root. `tests.system.machines` sets the rules and starts the program. The arguments are the
-seconds and the names of the namespaces. The program prints "ready" when it receives from every queue.
+The program needs Linux and root. `tests.system.machines` sets the rules and starts the program. The arguments
+are the seconds and the names of the namespaces. The program prints "ready" when it receives from every queue.
 
 The messages have the format of linux/netfilter/nfnetlink_queue.h. Each namespace has a netlink socket.
 """

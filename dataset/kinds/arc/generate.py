@@ -33,9 +33,9 @@ class Family(NamedTuple):
     Attributes:
         rules: Parameters of each rule. Example: [("left-right",), ("top-bottom",), ...] for the family
             "mirror".
-        draw_input: Function (`_Draw`, *parameters) -> random input grid, uint8 [rows, columns]. It may be a
-            grid that the rule does not change. Such a grid is not used.
-        answer: Function (input grid, *parameters) -> output grid. It applies the rule.
+        draw_input: Function (`_Draw`, *parameters) -> random input grid, uint8 [rows, columns]. The caller
+            does not use a grid that the rule leaves unchanged.
+        answer: Function (input grid, *parameters) -> output grid, uint8 [rows, columns].
     """
 
     rules: list[tuple]
@@ -47,7 +47,7 @@ class Family(NamedTuple):
 
 
 class _Draw:
-    """Makes the random choices for one generated task. They depend only on `seed` and `index`."""
+    """Makes the random choices for one generated task. The choices depend only on `seed` and `index`."""
 
     def __init__(self, seed: int, index: int):
         self._bits = BitStream(seed, stream=_STREAM)

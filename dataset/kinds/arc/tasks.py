@@ -222,10 +222,10 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def drop_copies(tasks: Sequence[Task]) -> list[Task]:
-    """Removes tasks that are not evaluated and have the same pairs as an earlier one of them, in any order.
+    """Removes repeated tasks among those that are not evaluated: tasks with the same pairs in any order.
 
-    Evaluated tasks stay, because a submission needs an answer to each of them. A task with the same pairs as
-    an evaluated task stays, too.
+    The first of them stays. All evaluated tasks stay, because a submission needs an answer to each of them. A
+    task that is not evaluated stays even if it has the same pairs as an evaluated one.
     """
     different = {}
     for task in tasks:

@@ -198,8 +198,9 @@ def _without_separators(pairs: list[Pair]) -> list[Pair]:
 def parse_pair(row: dict, *, where: str) -> Pair:
     """Converts a dict {"input": ..., "output": ...} from a file to a pair.
 
-    The dict may also contain "task" and "split". Raises ValueError if a value is not valid. where: File and
-    line of the dict. The pair stores this text for messages.
+    The dict may also contain "task" and "split". Raises ValueError if a value is missing or not valid.
+
+    where: File and line of the dict. The pair stores this text for messages.
     """
     for field in GRIDS:
         if row.get(field) is None:
@@ -255,8 +256,8 @@ def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
 
     Any other value is returned unchanged. Raises ValueError for a list in another notation, such as "[1 2]".
 
-    field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table. In
-    other files, the text of a JSON list also raises ValueError, because they can contain the list itself.
+    field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table. If
+    False, the text of a JSON list also raises ValueError, because the file could contain the list itself.
     """
     if not isinstance(value, str):
         return value

@@ -159,8 +159,8 @@ def search_boards(
             the solver guesses in a fixed order, and may also guess the cell of a digit.
         unplaced: Cells to solve, as an integer with one bit for each cell. Every other cell has one digit,
             and the board has this digit in no other cell of its row, column and box. If None, all cells.
-        guesses: Iterator that gives one item for each allowed guess. Without an item, TooHardError is raised.
-            If None, the number of guesses is not limited.
+        guesses: Iterator with one item for each allowed guess. If a guess finds no item left, raises
+            TooHardError. If None, the number of guesses is not limited.
     """
     # The solver fills in cells with one possible digit (naked singles), then digits with one possible cell
     # (hidden singles). Then it guesses the digit of a cell with two possible digits. If there is no such
