@@ -1,1 +1,1 @@
-"""The tests; `tests.ranks` runs functions and programs on several real processes."""
+"""The tests. `tests.ranks` runs functions and programs on several real processes."""

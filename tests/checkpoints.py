@@ -1,4 +1,4 @@
-"""States and steps of a tiny model, and checkpoints in which every number is another one."""
+"""Creates training states of a tiny model, runs training steps, and saves and reads checkpoints."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,10 @@ def blank_state(**changes) -> TrainState:
 
 
 def begin_training(config: PretrainConfig, metadata: Metadata = FACTS, **options) -> TrainState:
-    """Returns the state of step 0, the same on all ranks, whose model trains."""
+    """Returns the state of training step 0, with the model in training mode and equal weights on all ranks.
+
+    All ranks call it.
+    """
     state = build_first_state(config, metadata, device=torch.device("cpu"), **options)
     state.broadcast_model_()
     state.model.train()
@@ -50,7 +53,7 @@ def begin_training(config: PretrainConfig, metadata: Metadata = FACTS, **options
 def do_step(
     state: TrainState, config: PretrainConfig, batch: Batch, *, total_steps: int = 20, **options
 ) -> StepResult:
-    """Does a step on this rank's share of a global batch."""
+    """Runs a training step on this rank's slots of a global batch."""
     share = batch.select(slice(state.slots.start, state.slots.stop))
     rates = learning_rates(config, state.step + 1, total_steps=total_steps)
     clock = StepClock(torch.device("cpu"))
@@ -58,7 +61,12 @@ def do_step(
 
 
 def random_state(step: int, **changes) -> TrainState:
-    """A state in which every number is another one, as far as it depends on this rank for the carry."""
+    """Returns a state with random numbers. Only the carry and the metrics depend on the rank.
+
+    Shards other than the carry, such as those of a sharded optimizer, are not random.
+
+    step: Training step of the state, and seed of the numbers. changes: Changed keys of the config.
+    """
     state = blank_state(**changes)
     state.step = step
     generator = torch.Generator().manual_seed(step)
@@ -74,7 +82,10 @@ def random_state(step: int, **changes) -> TrainState:
 
 
 def replicated_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Returns what every rank holds as a whole, weights as the forward pass reads them."""
+    """Returns {name: tensor} of the tensors of a state that this rank holds in full, not as shards.
+
+    The weights are those that the forward pass reads.
+    """
     files = state.sections() | {"weights": state.model.network.state_dict() | state.table.rows()}
     return {
         f"{name} of {file}": each
@@ -97,14 +108,17 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint holds of a run's state, whole, however many ranks wrote it."""
+    """Returns {name: full tensor} of a checkpoint, except of the outer optimizer. Shards are joined."""
     parts = ("weights", "ema_weights", "optimizer", "ema_state", "carry")
     found = {part: load_joined(checkpoint, part) for part in parts if find_files(checkpoint, part)}
     return {f"{part}.{name}": value for part, each in found.items() for name, value in each.items()}
 
 
 def save(run: Path, *steps: int, metrics: dict[int, float] | None = None, **changes) -> CheckpointManager:
-    """A run that saves at some steps, and has the value `metrics` says of eval/all/lm_loss at some."""
+    """Saves a checkpoint with a random state at each of `steps`. Returns the closed `CheckpointManager`.
+
+    metrics: {step: value} of the metric that the config key `keep_best` names. The values are also logged.
+    """
     with open_checkpoints(run, **changes) as checkpoints:
         for step in steps:
             checkpoints.save(random_state(step))
@@ -134,7 +148,7 @@ def flip_bit(path: Path, place: int, bit: int = 0) -> None:
 
 
 def state_on(data: Path, config: PretrainConfig) -> TrainState:
-    """Builds the first state of a run on a dataset."""
+    """Returns the state of training step 0 of a run on a dataset."""
     metadata = load_metadata(data, "test")
     if config.arch.finds_candidates:
         metadata = with_candidates(open_dataset(data, read_everything=False)).metadata
@@ -144,7 +158,11 @@ def state_on(data: Path, config: PretrainConfig) -> TrainState:
 def save_on(
     data: Path, run: Path, *, train: Callable = lambda state: None, facts: dict | None = None, **arch
 ) -> Path:
-    """A run on a dataset that saves after one step; `train` may change its weights. arch: of a tiny model."""
+    """Writes a run folder with one checkpoint, of training step 1, for the dataset `data`. Returns `run`.
+
+    train: Function that may change the state before it is saved. facts: Description of the dataset to store
+    in the checkpoint. arch: Settings of the tiny model.
+    """
     config = run_config(run, data_path=[str(data)], arch=tiny_arch(**arch).model_dump())
     state = state_on(data, config)
     train(state)

@@ -1,7 +1,7 @@
-"""What many tests need, such as a small generated dataset.
+"""Hooks and fixtures for many tests, such as a small generated dataset.
 
-TEST_THREADS=2 gives torch two threads in every process of the tests; one is the default.
-Fixtures import what they need: the process that hands out the tests reads this file too, without torch.
+TEST_THREADS=2 gives torch two threads in every process of the tests. The default is one thread. Fixtures
+import what they need, because the process that distributes the tests also imports this file, without torch.
 """
 
 import contextlib
@@ -23,11 +23,12 @@ _LONGEST = ("test_recovery", "test_compilation", "test_layouts", "test_wandb")
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets every worker of pytest-xdist start with modules that have slow tests, and end with quick ones.
+    """Sorts tests so that every worker of pytest-xdist starts with slow modules and ends with quick ones.
 
-    Worksteal gives each worker a contiguous share. Idle workers take tests from the end of another share. If
-    these are quick, all workers end together, and no module's fixtures are set up on several workers. Of the
-    quick modules, those that start ranks come first: their worker alone starts the server of `tests.ranks`.
+    The mode worksteal gives each worker a contiguous share. Idle workers take tests from the end of another
+    share. If these are quick, all workers end together, and the fixtures of a slow module are set up on one
+    worker. Of the quick modules, those that start ranks come first, so that few workers start the server of
+    `tests.ranks`.
     """
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_workers == 1:
@@ -55,7 +56,7 @@ gc.disable()  # imports leave millions of objects and no garbage: the collector 
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported is never garbage: the collector need not look at it in every test."""
+    """Excludes all imported objects from garbage collection, so that tests run faster."""
     gc.freeze()
     gc.enable()
 
@@ -65,7 +66,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests send, and nohup lets
 
 @pytest.fixture(autouse=True)
 def no_plugins(monkeypatch):
-    """Forgets the plugins that a test imports."""
+    """Forgets the plugins that a test has imported, at the end of the test."""
     from runtime import plugins
 
     monkeypatch.setattr(plugins, "_loaded", {})
@@ -85,7 +86,7 @@ def _configs_are_parsed_once() -> None:
 
 @pytest.fixture(scope="session")
 def sudoku_folder(tmp_path_factory) -> Path:
-    """200 generated 4x4 puzzles for training and 100 for testing."""
+    """A dataset of 4x4 Sudokus: 200 generated puzzles for training and 100 for testing."""
     from dataset.build import build_dataset
 
     folder = tmp_path_factory.mktemp("data") / "sudoku"
@@ -95,7 +96,10 @@ def sudoku_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def heeds_interrupts() -> Iterator[None]:
-    """Lets Ctrl-C end this process and its children: workers of pytest-xdist and jobs after `&` ignore it."""
+    """Lets Ctrl-C end this process and its children.
+
+    Without this fixture, workers of pytest-xdist and jobs that a shell started with `&` ignore Ctrl-C.
+    """
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
@@ -103,7 +107,7 @@ def heeds_interrupts() -> Iterator[None]:
 
 @pytest.fixture
 def float64() -> Iterator[None]:
-    """torch computes in float64 where it is asked for less."""
+    """Makes torch compute in float64 where code names float32 or bfloat16, or uses the default dtype."""
     from tests import float64
 
     with float64.float64():
@@ -112,13 +116,13 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_was_shown(monkeypatch) -> None:
-    """Warnings are shown once for each text and process: every test begins as a process does."""
+    """Lets every test show all warnings, because a process shows equal warnings only once."""
     monkeypatch.setattr("distributed.log._console.shown", set())
 
 
 @pytest.fixture(autouse=True)
 def _threads_are_few() -> None:
-    """Programs that a test calls in its own process take all cores, which slows down all tests after it."""
+    """Resets the number of torch's threads, because a program that ran in this process may have raised it."""
     import torch
 
     from tests.ranks import NUM_THREADS
@@ -128,13 +132,13 @@ def _threads_are_few() -> None:
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run folder that is not there yet."""
+    """Path of a run folder that does not exist yet."""
     return tmp_path / "run"
 
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port that nobody listens on; the system chooses others, from 32768, for those who do not ask."""
+    """A free TCP port from 20000 to 29999. Linux itself assigns ports from 32768 on."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
@@ -143,7 +147,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """CSV files of 4x4 puzzles: 40 for training and 10 for testing."""
+    """A folder with CSV files of 4x4 Sudokus: 40 puzzles for training and 10 for testing."""
     from tests.sudoku_source import source_rows, write_csv
 
     write_csv(tmp_path / "source" / "train.csv", source_rows(40))
@@ -153,7 +157,7 @@ def source(tmp_path) -> Path:
 
 @pytest.fixture
 def folders(tmp_path) -> list[Path]:
-    """Datasets `a` and `b` to be joined: each is the same for training and for testing."""
+    """Folders of two datasets, a and b, to be joined. In each, both splits have the same content."""
     from tests.puzzle_sets import A, B, write
 
     return [write(tmp_path / name, train=groups, test=groups) for name, groups in (("a", A), ("b", B))]

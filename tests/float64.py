@@ -1,8 +1,8 @@
-"""float64 in place of every smaller float, so that no rounding decides what a test compares.
+"""Computes in float64 in place of float32 and bfloat16, so that rounding errors do not decide a test.
 
-Two right ways to compute a number differ by their rounding, and a recurrence amplifies it: in float32 by as
-much as the kernels of one machine please, which leaves little room below a difference of mathematics. In
-float64 the room is wide, and `TOLERANCE` lies in its middle.
+Two right ways to compute a number differ by rounding errors, and a recurrence amplifies them. In float32, the
+errors can become as large as the effect of a mistake in the code. In float64, the errors stay far below
+`TOLERANCE`, and the effect of a mistake is far above it.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ pickle.loads(pickle.dumps(torch.zeros(1)))  # makes tables by dtype too, as torc
 
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
-    """Makes torch compute in float64 where it is asked for less, by name or by default; also a fixture.
+    """Makes torch compute in float64 where code names float32 or bfloat16, or uses the default dtype.
 
-    Not for what compiles, nor for `torch.load`: those have tables of the dtypes.
+    Do not compile a model or call `torch.load` in this context, because both have tables of dtypes.
     """
     default = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
@@ -41,17 +41,20 @@ def float64() -> Iterator[None]:
 
 
 def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls the function in float64; for `run_ranks`, whose functions must be importable."""
+    """Calls a function in float64. `run_ranks` can call this, because it is importable."""
     with float64():
         return function(*arguments)
 
 
 def assert_close(ours: Any, theirs: Any, *, what: str | None = None) -> None:
-    """Raises AssertionError where float64 tensors of one shape differ by more than `TOLERANCE`."""
+    """Raises AssertionError if two float64 tensors, or structures of them, differ by more than `TOLERANCE`.
+
+    what: Message of the error. If None, torch describes the difference.
+    """
     torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=what)
 
 
 def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Returns the norm of the difference of all tensors over that of `theirs`."""
+    """Returns the norm of the difference of all tensors, divided by the norm of `theirs`."""
     difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs]).norm()
     return float(difference / torch.cat([value.flatten() for value in theirs.values()]).norm())

@@ -1,7 +1,7 @@
-"""A stand-in of the Hugging Face Hub, for its own client: repositories in memory, served to this machine.
+"""A stand-in for the Hugging Face Hub on this machine, for its own client. Repositories are in memory.
 
-It speaks what huggingface_hub needs to list, download, resume, create, upload (LFS) and commit. Where the
-client also tries Xet, HF_HUB_DISABLE_XET=1 keeps it to LFS.
+The server supports what the package huggingface_hub needs to list files, download, resume a download, create
+a repository, upload large files (LFS) and commit. HF_HUB_DISABLE_XET=1 stops the client from using Xet.
 """
 
 import base64
@@ -30,13 +30,16 @@ def _is_large(name: str) -> bool:
 
 @dataclasses.dataclass
 class Repository:
-    """The commits of a repository, the newest last; with a token it is private."""
+    """A repository: {commit: {path: content}}, the newest commit last.
+
+    token: If not None, the repository is private, and requests must contain this token.
+    """
 
     commits: dict[str, dict[str, bytes]] = dataclasses.field(default_factory=dict)
     token: str | None = None
 
     def commit(self, files: dict[str, bytes | None]) -> str:
-        """None deletes a file."""
+        """Adds a commit. Returns its name. files: {path: new content}. The content None deletes a file."""
         newest = next(reversed(self.commits.values()), {})
         name = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
         after = {**newest, **files}
@@ -48,7 +51,12 @@ class Repository:
 
 
 class HubServer(ThreadingHTTPServer):
-    """The server. Faults: it breaks the next download off after some bytes, and changes those of a file."""
+    """The server. It records all requests, and can simulate two faults.
+
+    Attributes:
+        breaks_after: Number of bytes after which the next download breaks off, or None.
+        corrupts: Name of a file that is sent with a wrong last byte, or None.
+    """
 
     daemon_threads = True
 
@@ -62,7 +70,7 @@ class HubServer(ThreadingHTTPServer):
         self.token = "hf_good"  # of the one user, who owns all that is created
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """What makes the client of a process a client of this server, with a cache of its own."""
+        """Returns the environment variables with which a process uses this server. home: Its cache folder."""
         endpoint = f"http://127.0.0.1:{self.server_address[1]}"
         own = {"HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}  # whatever the tester's shell has
         return {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **own, **more}
@@ -72,7 +80,7 @@ class HubServer(ThreadingHTTPServer):
         return repository.commit(files)
 
     def downloads(self) -> list[str]:
-        """The names of the files that were downloaded, since the last call."""
+        """Returns the names of the files that were downloaded since the last call of this method."""
         asked = [line for line in self.requests if line.startswith("GET") and "/resolve/" in line]
         self.requests.clear()
         return [line.rpartition("/")[2] for line in asked]
@@ -89,7 +97,7 @@ def hub_server() -> Iterator[HubServer]:
 
 
 class JsonHandler(BaseHTTPRequestHandler):
-    """A handler that reads requests whole, and answers in JSON."""
+    """Base class of handlers that read the whole content of a request and answer with JSON."""
 
     protocol_version = "HTTP/1.1"
 
@@ -186,7 +194,10 @@ class _Handler(JsonHandler):
         return f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def _find(self, kind: str, repo: str, revision: str | None) -> tuple[str, dict[str, bytes]] | None:
-        """Returns commit and files, or None after an answer that says why not."""
+        """Returns (commit, {path: content}) of a revision.
+
+        If access is denied or the revision does not exist, sends an error to the client and returns None.
+        """
         repository, given = self.server.repositories.get((kind, repo)), self.headers.get("Authorization")
         if given is not None and given != f"Bearer {self.server.token}":
             return self._refuse(401, "Invalid credentials in Authorization header")

@@ -1,4 +1,4 @@
-"""Maze sets built in this process, and CSV files to build them from."""
+"""Builds maze datasets in the process of a test, and generates the rows of CSV files of mazes."""
 
 import functools
 
@@ -12,7 +12,7 @@ REAL_MAZES = REAL_DATA.parent / "maze-30x30-hard-1k"
 
 
 def to_tokens(texts: list[str]) -> np.ndarray:
-    """uint8 [count, cells]. Line ends, '|', between the rows of a maze are for the eye."""
+    """Converts the texts of mazes to tokens, uint8 [count, cells]. A '|' between rows is removed."""
     tokens = [[CHARACTERS.index(cell) + 1 for cell in text.replace("|", "")] for text in texts]
     return np.array(tokens, np.uint8)
 
@@ -22,7 +22,7 @@ def to_text(maze: np.ndarray) -> str:
 
 
 def source_rows(count: int, *, stream: int = 9, size: int = 6) -> list[list[str]]:
-    """Rows of a CSV file of different mazes: source, question, answer, rating."""
+    """Returns `count` rows of a CSV file of different mazes: source, question, answer, rating."""
     batches = [draw_mazes(0, stream=stream, index=index, size=size, min_path_cells=6) for index in range(3)]
     mazes = list(dict.fromkeys(map(to_text, np.concatenate(batches))))[:count]
     assert len(mazes) == count

@@ -1,4 +1,4 @@
-"""The plugins that docs/extend.md shows, as files in a folder outside of the repository."""
+"""Writes the plugins that docs/extend.md shows to files outside of the repository."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.ranks import REPOSITORY
 
 
 def write_plugins(folder: Path) -> Path:
-    """Writes each file of the page into `folder`/mine, and returns this folder."""
+    """Writes each plugin of docs/extend.md into the folder `folder`/mine. Returns the path `folder`/mine."""
     page = (REPOSITORY / "docs" / "extend.md").read_text()
     blocks = re.findall(r"```(?:python|yaml)\n# (mine/\S+)\n(.*?)```", page, re.DOTALL)
     names = "mine/gru.py mine/arch/gru.yaml mine/jigsaw.py mine/lion.py mine/spoken.py"

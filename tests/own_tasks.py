@@ -1,10 +1,11 @@
-"""Puzzles that nobody has shipped, as pairs with one answer each: examples of a task of one's own.
+"""Generates pairs of three new kinds of puzzles, as examples of a user's own task. Each has one answer.
 
     python -m tests.own_tasks light_up 4000 > data/light_up.jsonl
 
-light_up: lamps (*) light all free cells along rows and columns, see no other lamp, and touch each numbered
-wall as often as it says. nonogram: the cells of a picture, from the lengths of the runs of its rows and
-columns. slide: stones slide as the arrows say, until a wall or another stone stops them.
+- light_up: Place lamps (*) that light all free cells along rows and columns. No lamp may light another one. A
+  wall with a number has this number of lamps beside it.
+- nonogram: Find the cells of a picture from the lengths of the runs of "#" in each row and column.
+- slide: Slide all stones (o) in the direction of the arrows until a wall or another stone stops them.
 """
 
 import itertools
@@ -18,7 +19,7 @@ _SIZE = 5
 
 
 def light_up(generator: random.Random, size: int = _SIZE) -> tuple[Rows, Rows]:
-    """Draws a puzzle with exactly one answer."""
+    """Generates a puzzle with exactly one answer. Returns (puzzle, answer), each as the texts of its rows."""
     cells = list(itertools.product(range(size), repeat=2))
     while True:
         walls = {cell for cell in cells if generator.random() < 0.3}
@@ -42,7 +43,7 @@ def _beside(cell: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def _seen(cell: tuple[int, int], walls: set[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """Yields the cells that light from a cell reaches."""
+    """Yields the other cells that the light of a lamp in `cell` reaches."""
     for down, right in ((0, 1), (1, 0), (0, -1), (-1, 0)):
         row, column = cell[0] + down, cell[1] + right
         while 0 <= row < size and 0 <= column < size and (row, column) not in walls:
@@ -51,7 +52,11 @@ def _seen(cell: tuple[int, int], walls: set[tuple[int, int]], size: int) -> Iter
 
 
 def _solve_lamps(free, seen, numbers, lamps=frozenset()) -> Iterator[frozenset]:
-    """Yields all answers that have these lamps: some lamp must light the first dark cell."""
+    """Yields all right sets of lamps that contain `lamps`.
+
+    Each call tries all lamps that can light the first dark cell. free: Cells without a wall. seen: {free
+    cell: cells that light from it reaches, and the cell}. numbers: {numbered wall: number}.
+    """
     if any(len(lamps & {*_beside(wall)}) > number for wall, number in numbers.items()):
         return
     dark = next((cell for cell in free if not lamps & seen[cell]), None)
@@ -76,7 +81,10 @@ _LINES = {tuple(runs): [line for line in _RUNS if _RUNS[line] == runs] for runs 
 
 
 def nonogram(generator: random.Random) -> tuple[Rows, Rows]:
-    """Draws a picture that its runs give away; they stand left of the rows and above the columns."""
+    """Generates a picture that its runs determine. Returns (puzzle, answer), each as the texts of its rows.
+
+    The lengths of the runs are left of the rows and above the columns.
+    """
     while True:
         picture = [tuple(generator.choice("##.") for _ in range(_SIZE)) for _ in range(_SIZE)]
         rows = [tuple(_RUNS[row]) for row in picture]
@@ -98,7 +106,7 @@ def _clues(runs: tuple[int, ...]) -> str:
 
 
 def slide(generator: random.Random, size: int = 8) -> tuple[Rows, Rows]:
-    """Draws a board of walls, stones and arrows, one direction for all."""
+    """Generates a board of walls, stones and arrows of one direction. Returns (puzzle, answer) as rows."""
     arrow, backwards, turned = generator.choice([(">", 1, 0), ("<", 0, 0), ("v", 1, 1), ("^", 0, 1)])
     rows = ["".join(generator.choices("#o" + arrow, (2, 4, 6), k=size)) for _ in range(size)]
     rows[0] = arrow + rows[0][1:]  # or nothing says whereto

@@ -1,4 +1,4 @@
-"""Pairs of random grids, written as files, built into a dataset and read back."""
+"""Generates pairs of random grids, writes them to files, builds datasets, and reads the pairs back."""
 
 import json
 import random
@@ -19,7 +19,10 @@ def random_grid(draw: random.Random, symbols: str, num_rows: int, num_columns: i
 
 
 def random_pairs(count: int, *, symbols: str = "#. ab", seed: int = 0, tasks: int = 1) -> list[dict]:
-    """Grids of 1x1 to 4x5, inputs and outputs of different sizes."""
+    """Returns pairs of grids of 1x1 to 4x5 random symbols. The input and output may have different sizes.
+
+    symbols: Characters to draw from. tasks: Number of tasks. If more than 1, the pairs name their task.
+    """
     draw = random.Random(seed)
     pairs = []
     for number in range(count):
@@ -36,7 +39,7 @@ def write_json(path: Path, pairs: list[dict]) -> Path:
 
 
 def write_sheet(path: Path, rows: list[dict]) -> Path:
-    """Writes an Excel file. Lists become JSON."""
+    """Writes an Excel file with a header and one row for each dict. Cells contain the values as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     book = openpyxl.Workbook()
     for row in ([*rows[0]], *([json.dumps(value) for value in row.values()] for row in rows)):
@@ -67,13 +70,13 @@ def text_of(vocabulary: Vocabulary, grid: list[list[str]]) -> str:
 
 
 def grid_of(vocabulary: Vocabulary, tokens: np.ndarray) -> list[list[str]]:
-    """A cell that has no symbol, in a model's answer, is '?'."""
+    """Converts tokens to a grid of symbols. A token without a symbol becomes '?'."""
     texts = ("?", "?", *vocabulary.symbols)
     return [[texts[token] for token in row] for row in tokens[vocabulary.cells_of(tokens)].tolist()]
 
 
 def read_back(data, split: str) -> list[tuple]:
-    """(input, output, task) of every example, each grid as rows of text, variants written out."""
+    """Returns (input, output, task) of every example of a split, with all variants. Grids are texts."""
     names = json.loads((data.folders[0] / "identifiers.json").read_text())
     vocabulary, puzzles = Vocabulary.of(data.metadata), data.splits[split].sets["all"]
     written = puzzles.materialize()

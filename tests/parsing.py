@@ -1,4 +1,4 @@
-"""Hydra parses files of config/ and its own again for every config. Tests parse each file once."""
+"""Parses each config file once. Without this module, Hydra parses the files again for every config."""
 
 import copy
 import functools

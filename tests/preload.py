@@ -1,7 +1,8 @@
-"""What ranks find done when they are forked: everything is imported, and configs have been read and composed.
+"""Prepares the server process from which `tests.ranks` forks ranks: imports modules and composes configs.
 
-The server that ranks are forked from (`tests.ranks`) imports this module. It starts no thread. Composing
-builds the tables of Hydra's parser and finds its plugins, which takes longer than a run of ten steps.
+The server imports this module before the first fork. This module starts no thread, because the fork of a
+process with threads can hang. Composing a config builds the tables of Hydra's parser and finds Hydra's
+plugins. This takes longer than ten training steps.
 """
 # ruff: noqa: E402
 
@@ -46,7 +47,7 @@ for schema, words in (
 ):
     compose_config(schema, words)
 
-# To count the operations of a model takes as long as ten steps. Processes read what another one has counted.
+# Counting the operations of a model takes as long as ten training steps. So processes share their counts.
 _counted = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115
 _flops = StepCounter.flops
 

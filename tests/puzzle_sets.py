@@ -1,4 +1,8 @@
-"""Puzzle sets of any shape for tests: a group is a list of puzzles, a puzzle the number of its examples."""
+"""Creates sets of puzzles with random content for tests.
+
+`Groups` describes a set. Each group is a list with the number of examples of each of its puzzles. Example:
+[[1, 2], [3]] is a group of two puzzles and a group of one puzzle with three examples.
+"""
 
 from pathlib import Path
 
@@ -27,7 +31,7 @@ B: dict[str, Groups] = {"all": [[1], [1, 1]], "more": [[2]]}
 
 
 def make_set(groups: Groups, *, seed: int = 0) -> PuzzleSet:
-    """Random tokens, of the labels some IGNORED, and random identifiers."""
+    """Returns a set with random tokens, labels and puzzle identifiers. Some labels are `IGNORED`."""
     random = np.random.Generator(np.random.Philox(seed))
     sizes = [size for group in groups for size in group]
     shape = (sum(sizes), SEQ_LEN)
@@ -41,7 +45,7 @@ def make_set(groups: Groups, *, seed: int = 0) -> PuzzleSet:
 
 
 def make_split(sets: dict[str, Groups], **changes) -> Split:
-    """`changes` are of the metadata."""
+    """Returns a split with random content. sets: {set: groups}. changes: Changed fields of the metadata."""
     values = {
         "pad_id": PAD_ID,
         "ignore_label_id": IGNORED,

@@ -1,8 +1,8 @@
-"""Functions and programs on several real processes, in tenths of a second.
+"""Runs functions and programs on several ranks. Starting the ranks takes tenths of a second.
 
-Processes are forked from a server that has imported torch but started no thread (DISTRIBUTED: forking from
-the test process itself could hang in autograd or OpenMP). They find each other as under torchrun: a store
-that outlives them, and the same environment variables.
+Ranks are forked from a server process that has imported torch but started no thread. A fork of the test
+process itself could hang in autograd or OpenMP. As under torchrun, ranks connect to a store that outlives
+them, and have the same environment variables.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _server.set_forkserver_preload(["tests.preload"])
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """What a program left: the exit status of each rank, and the output of all of them."""
+    """Result of a program: the exit status of each rank, and the joined output of all ranks."""
 
     statuses: list[int]
     stdout: str
@@ -54,10 +54,9 @@ class Finished:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """Calls `function(*arguments)` on every rank of a gloo group and returns what each returned.
+    """Calls `function(*arguments)` on every rank of a gloo group. Returns the results, by rank.
 
-    The function must be importable (no lambda). Raises AssertionError with the traceback of a rank that
-    failed.
+    The function must be importable (no lambda). If a rank fails, raises AssertionError with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(rank) for rank in range(world_size)]
@@ -75,7 +74,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 
 
 def call_each(function: Callable[..., Any], cases: Iterable[tuple]) -> list[Any]:
-    """Calls the function with each of these arguments, in turn: for `run_ranks`, on the same processes."""
+    """Returns [function(*arguments) for each tuple of arguments in `cases`].
+
+    With `run_ranks`, the same processes compute all cases.
+    """
     return [function(*each) for each in cases]
 
 
@@ -90,9 +92,9 @@ def run_program(
 ) -> Finished:
     """Runs a program in `folder` on every rank, as torchrun would.
 
-    name: its path in the repository, without .py, or an absolute one. world_size: None is a process alone,
-    without the environment of torchrun. is_float64: in float64 (`tests.float64`) instead of less. spoil: is
-    called on the last rank before.
+    name: Path of the program without .py, absolute or in the repository. world_size: Number of ranks. If
+    None, runs one process without the environment variables of torchrun. is_float64: Whether to compute in
+    float64 in place of float32 and bfloat16. spoil: Function that the last rank calls before the program.
     """
     output = folder / f".output_{Path(name).stem}"
     output.mkdir(exist_ok=True)
@@ -108,14 +110,17 @@ def run_program(
 def complete_program(
     name: str, *arguments: str, folder: Path, world_size: int | None = 1, **options: Any
 ) -> Finished:
-    """Runs a program as `run_program` does, and asserts that every rank ends well."""
+    """Runs a program as `run_program` does. Raises AssertionError if a rank does not exit with 0."""
     finished = run_program(name, *arguments, folder=folder, world_size=world_size, **options)
     assert finished.statuses == [0] * (world_size or 1), finished.stderr
     return finished
 
 
 def run_code(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    """Runs Python code by a new interpreter that finds our modules, and has no settings of threads."""
+    """Runs Python code in a new interpreter that can import the modules of the repository.
+
+    Environment variables that set numbers of threads are removed.
+    """
     given = {key: each for key, each in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "KMP_"))}
     given |= {"PYTHONPATH": str(REPOSITORY)} | environment
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
@@ -123,7 +128,10 @@ def run_code(code: str, *arguments: object, **environment: str) -> subprocess.Co
 
 
 def send_signal(number: int, module: str, name: str, call: int) -> None:
-    """Sends this process a signal later: in the call with this number, from 1, of a function of a module."""
+    """Makes this process send itself a signal later, in a call of a function.
+
+    module, name: Module and name of the function. call: Number of the call, from 1.
+    """
     place, calls = importlib.import_module(module), itertools.count(1)
     function = getattr(place, name)
 
@@ -136,7 +144,7 @@ def send_signal(number: int, module: str, name: str, call: int) -> None:
 
 
 def start_program(name: str, *arguments: str, folder: Path) -> multiprocessing.Process:
-    """Starts a program in `folder` as a process alone; its output goes to <name>.stdout and .stderr there."""
+    """Starts a program in `folder` as one process. Its output goes to <name>.stdout and .stderr there."""
     given = (folder / name, name, arguments, folder, {"WANDB_MODE": "disabled"}, False, None)
     process = _server.Process(target=_in_environment, args=({}, _program, given))
     process.start()

@@ -1,4 +1,4 @@
-"""What to report on: folders of a tiny model with its log, as runs leave them; random thoughts."""
+"""Writes run folders for tests of reports, and creates models and traces without training."""
 
 import dataclasses
 import json
@@ -27,7 +27,10 @@ SEARCHING = {"eval_halt_max_steps": 20, "kill_threshold": 0.4, "eval_conflict_th
 def write_run(
     folder: Path, data: Path, *, has_checkpoint: bool = True, accuracy: float = 0.5, **changes
 ) -> Path:
-    """Writes the folder of a run of 40 steps; its last evaluation has the accuracy."""
+    """Writes the folder of a run of 40 training steps. Returns the folder.
+
+    accuracy: Exact accuracy of the last evaluation. changes: Changed keys of the config.
+    """
     arch = tiny_arch("trm", mlp_t=False, puzzle_emb_ndim=0).model_dump()
     names = {"run_name": folder.name, "checkpoint_path": str(folder), "data_path": [str(data)]}
     config = tiny_config(**{"arch": arch, **names, **changes})
@@ -60,7 +63,11 @@ def write_run(
 
 
 def searching_model(data: Dataset, **changes) -> HaltingModel:
-    """An LDT that is not trained, whose boards end in many rounds: solved, mostly wrongly, or begun anew."""
+    """Returns an untrained LDT that ends boards in many thinking steps.
+
+    A board ends as solved, usually with a wrong answer, or as contradictory. A contradictory board restarts.
+    changes: Changed settings of the model.
+    """
     torch.manual_seed(0)
     model = build_model(tiny_arch("ldt", **(SEARCHING | changes)), data.metadata).eval()
     make_searching(model.network)
@@ -74,7 +81,10 @@ def make_searching(network: Network) -> None:
 
 
 def random_traces(*, steps: int = 3, n: int = 200, seed: int = 0) -> TracedPuzzles:
-    """Random answers of one cell in two thirds of the cases right, the last puzzle without a label."""
+    """Returns random answers to `n` puzzles of 4 cells after each of `steps` thinking steps.
+
+    About two thirds of the answers are right. The last puzzle has no label.
+    """
     draw = np.random.default_rng(seed)
     labels = np.full((n, 4), 2, np.int32)
     labels[-1] = IGNORE_LABEL_ID

@@ -1,4 +1,4 @@
-"""Runs of tiny models for solve.py, one of each kind of puzzle, and the program in this process."""
+"""Writes runs of tiny models for tests of solve.py, and runs solve.py in the process of a test."""
 
 import sys
 from pathlib import Path
@@ -16,20 +16,27 @@ CLUES = [2, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 5, 1, 1, 2]
 
 
 def save_run(run: Path, data: Path, *, has_facts: bool = True, **arch) -> Path:
-    """A run folder with a model as it is drawn from the seed, but for its Q head and puzzle table."""
+    """Writes a run folder with an untrained model for the dataset in `data`. Returns the run folder.
+
+    The Q head and the puzzle embeddings are random, because they are zeros in a new model. has_facts: Whether
+    the checkpoint describes its dataset. arch: Changed settings of the model.
+    """
     dataset = open_dataset(data, read_everything=False)
     facts = read_info([data], dataset.metadata).to_json() if has_facts else None
     return save_on(data, run, train=lambda state: draw_small_parts_(state.model.network), facts=facts, **arch)
 
 
 def save_maze_run(folder: Path) -> Path:
-    """Mazes are in <folder>/mazes, the run in <folder>/maze."""
+    """Builds a dataset of 4x4 mazes in <folder>/mazes, and writes a run in <folder>/maze. Returns the run."""
     build_dataset("maze", ["--output-dir", str(folder / "mazes"), "--generate", "30", "--size", "4"])
     return save_run(folder / "maze", folder / "mazes")
 
 
 def save_arc_run(folder: Path) -> Path:
-    """Tasks are in <folder>/tasks, the dataset (8x8 cells) in <folder>/arc_data, the run in <folder>/arc."""
+    """Writes ARC tasks, their dataset with fields of 8x8 cells, and a run. Returns the run folder.
+
+    The folders are <folder>/tasks, <folder>/arc_data and <folder>/arc.
+    """
     source = write_source(folder / "tasks", count=2)
     where = ["--output-dir", str(folder / "arc_data"), "--source", str(source)]
     build_dataset("arc", [*where, "--num-aug", "2", "--max-size", "8"])
@@ -38,7 +45,7 @@ def save_arc_run(folder: Path) -> Path:
 
 
 def run_solve(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    """Runs solve.py in this process: its status, what it printed, and its errors."""
+    """Runs solve.py in this process. Returns (exit status, text of stdout, text of stderr)."""
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["solve.py", "cpu_threads=1", "device=cpu", *arguments])
     status = 0

@@ -1,4 +1,4 @@
-"""Sudoku sets built in this process, and CSV files to build them from."""
+"""Builds datasets in the process of a test, and writes CSV files of Sudokus to build from."""
 
 import csv
 import functools
@@ -21,20 +21,23 @@ HEADER = ["source", "question", "answer", "rating"]
 
 
 def build_sets(kind: str, folder: Path, *arguments) -> dict[str, PuzzleSet]:
-    """Runs the builder in this process; the set `all` of both splits, through every check of the format."""
+    """Builds a dataset in this process, and checks its files. Returns {split: its set "all"}.
+
+    kind: Name of the builder. arguments: Its options.
+    """
     build_dataset(kind, ["--output-dir", str(folder), *map(str, arguments)])
     data = open_dataset(folder, read_everything=True)
     return {name: split.sets["all"] for name, split in data.splits.items()}
 
 
 def build(folder: Path, *arguments) -> dict[str, PuzzleSet]:
-    """Builds Sudokus; variants that the folder holds as transforms are written out."""
+    """Builds a Sudoku dataset. Returns {split: its set "all"}, with the tokens of all variants."""
     sets = build_sets("sudoku", folder, *arguments)
     return {split: puzzles.materialize() for split, puzzles in sets.items()}
 
 
 def is_minimal(question: list[int], *, box: tuple[int, int]) -> bool:
-    """Whether the question has exactly one solution, and more without any one of its clues."""
+    """Returns whether a Sudoku has exactly one solution, but several without any one of its clues."""
     clues = (cell for cell, digit in enumerate(question) if digit)
     fewer = ([*question[:cell], 0, *question[cell + 1 :]] for cell in clues)
     is_unique = count_solutions(question, box=box) == 1
@@ -50,7 +53,10 @@ def rows_of(array: np.ndarray) -> list[bytes]:
 
 
 def source_rows(count: int, *, stream: int = 0) -> list[list[str]]:
-    """Rows of a 2x2 source: '.' and '0' both stand for empty cells, and row i has rating i."""
+    """Returns rows of a CSV file of 4x4 Sudokus: source, question, answer, rating.
+
+    An empty cell is '.' in rows with an even number, and '0' in the others. Row i has the rating i.
+    """
     rows = []
     for index in range(count):
         grids = _puzzle(stream, index)

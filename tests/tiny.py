@@ -1,4 +1,4 @@
-"""Tiny configs, models and batches for tests; every value can be overridden."""
+"""Creates tiny configs, models and batches for tests. Every value can be changed."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from models.objective import Sums
 from models.random import SlotRng
 from tests.ranks import NUM_THREADS
 
-# For the command line; the same model as `tiny_arch`, but for q_target and exploration.
+# Command-line overrides for the model of `tiny_arch`. Only q_target and exploration have other values.
 OVERRIDES = (
     *("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1"),
     *("arch.halt_max_steps=4", "arch.forward_dtype=float32", "global_batch_size=24", "epochs=4"),
@@ -34,7 +34,7 @@ OVERRIDES = (
     *("device=cpu", f"cpu_threads={NUM_THREADS}"),
 )
 
-# What the log says of the machine: another thing each time.
+# Metrics that differ between equal runs, because they depend on the machine.
 TIMINGS = {
     f"train/{name}"
     for name in (
@@ -83,7 +83,10 @@ def tiny_config(**changes: Any) -> PretrainConfig:
 
 
 def tiny_model(name: str = "hrm", *, seed: int = 0, **changes: Any) -> HaltingModel:
-    """A model whose Q head, if it has one, and puzzle table are random, so that they matter."""
+    """Returns a model with random weights. The Q head and the puzzle embeddings are random too, not zeros.
+
+    name: Name of the model, such as "trm". changes: Changed settings of the model.
+    """
     torch.manual_seed(seed)
     model = build_model(tiny_arch(name, **changes), FACTS)
     draw_small_parts_(model.network)
@@ -92,7 +95,10 @@ def tiny_model(name: str = "hrm", *, seed: int = 0, **changes: Any) -> HaltingMo
 
 @torch.no_grad()
 def draw_small_parts_(network: Network) -> None:
-    """Draws the Q head and the puzzle table, if there are any: these begin as zeros."""
+    """Sets the Q head and the puzzle embeddings to random values, if the network has them.
+
+    Otherwise, they would be zeros.
+    """
     if hasattr(network, "q_head"):
         network.q_head.weight.normal_()
         network.q_head.bias.normal_()
@@ -101,7 +107,7 @@ def draw_small_parts_(network: Network) -> None:
 
 
 def draws_of(batch_size: int, **arrays: torch.Tensor) -> SlotRng:
-    """The draws of training step 1, with arrays that a network draws."""
+    """Returns the random numbers of training step 1. arrays: Random arrays that the network reads."""
     return SlotRng.of_training(0, step=1, slots=slice(0, batch_size), device=torch.device("cpu"), **arrays)
 
 
@@ -114,14 +120,24 @@ def run_step(
     arrays: dict[str, torch.Tensor] | None = None,
     **changes: Any,
 ) -> StepOutput:
-    """Begins and runs a step, in the model's mode. arrays: what the network draws; changes: of Reasoning."""
+    """Refills halted slots from a batch and runs one thinking step, in the model's mode.
+
+    rng: Random numbers. arrays: Random arrays that the network reads. They replace `rng` by the random
+    numbers of training step 1. changes: Changed fields of `Reasoning`.
+    """
     return run_losses(model, carry, batch, rng=rng, arrays=arrays, **changes)[0]
 
 
 def run_losses(
     model: HaltingModel, carry: Carry, batch: Batch, *, rng=None, arrays=None, **changes
 ) -> tuple[StepOutput, Callable[[], tuple[torch.Tensor, Sums]]]:
-    """Runs a step as `run_step`; returns also a function that computes its loss and sums."""
+    """Refills halted slots from a batch and runs one thinking step, in the model's mode.
+
+    Returns (output, function that computes the loss and the metric sums of this output).
+
+    rng: Random numbers. arrays: Random arrays that the network reads. They replace `rng` by the random
+    numbers of training step 1. changes: Changed fields of `Reasoning`.
+    """
     own = model.reasoning if model.training else model.eval_reasoning("max")
     reasoning = dataclasses.replace(own, **changes)
     rng = draws_of(len(batch.rows), **arrays) if arrays else rng
@@ -134,7 +150,10 @@ def run_losses(
 
 @torch.no_grad()
 def redraw_(model: HaltingModel, *, seed: int) -> None:
-    """Draws weights and initial states from NumPy: what torch draws from a seed, another version may not."""
+    """Sets weights and initial states to random numbers of NumPy.
+
+    The random numbers of torch may differ between its versions.
+    """
     generator = np.random.default_rng(seed)
     drawn = list(model.parameters())
     drawn += [each for name, each in model.named_buffers() if name.endswith("_init")]
@@ -144,7 +163,11 @@ def redraw_(model: HaltingModel, *, seed: int) -> None:
 
 
 def halting_model(folder: Path, name: str = "trm", *, steps: int, **changes: Any) -> HaltingModel:
-    """A model for a dataset that halts some puzzles at once, some later and some never, and answers vary."""
+    """Returns a model for a dataset. Some puzzles halt after the first thinking step, some later, some never.
+
+    Different puzzles get different answers. steps: Largest number of thinking steps. changes: Changed
+    settings of the model.
+    """
     metadata = load_metadata(folder, "test")
     model = build_model(tiny_arch(name, halt_max_steps=steps, **changes), metadata)
     redraw_(model, seed=1 if name in ("trm", "serrm") else 0)
@@ -158,7 +181,7 @@ def halting_model(folder: Path, name: str = "trm", *, steps: int, **changes: Any
 
 
 def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
-    """Tokens, a third of the labels ignored, identifiers that repeat."""
+    """Returns a batch of random tokens, labels and puzzle identifiers. A third of the cells is not scored."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int, *shape: int) -> torch.Tensor:
@@ -175,18 +198,18 @@ def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
 
 
 def run_of(config: PretrainConfig) -> Program[PretrainConfig]:
-    """A launched run on this rank; its watchdog is never started."""
+    """Returns the `Program` of a run on this rank, with a watchdog that is not started."""
     return Program(config, torch.device("cpu"), Watchdog(init_timeout_seconds=600, step_timeout_seconds=120))
 
 
 def logged_rows(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run's log, without what it says of the machine."""
+    """Returns the rows of metrics.jsonl without metrics that depend on the machine, such as times."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name not in {*TIMINGS, STALL}} for row in rows]
 
 
 def assert_same_row(ours: dict[str, Any], theirs: dict[str, Any], *, tolerance: float) -> None:
-    """Compares two rows of the log: numbers to a tolerance, relative and absolute, and words."""
+    """Raises AssertionError if two rows of a log differ. tolerance: Of numbers, relative and absolute."""
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         is_word = isinstance(value, str)
@@ -194,5 +217,5 @@ def assert_same_row(ours: dict[str, Any], theirs: dict[str, Any], *, tolerance: 
 
 
 def embed(network: Network, batch: Batch) -> torch.Tensor:
-    """The embedded puzzles of a network that reads tokens."""
+    """Returns the embedded puzzles of a batch, for a network that reads tokens."""
     return network.embed(batch.inputs, batch.puzzle_identifiers)

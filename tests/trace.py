@@ -1,8 +1,9 @@
-"""The trace of a run: what twenty steps of training compute, to the bit.
+"""Records the trace of a run: its metrics and hashes of its tensors in twenty training steps.
 
-A redesign must not change it. Traces are those of one machine (its kernels round in their own way), so that
-none is kept in the repository: `tests/test_trace.py` records those of the tree before a change, and compares.
-Names are those of the parts of a state, whatever the files that keep them.
+A change that only restructures code must not change a single bit of a trace. The repository contains no
+traces, because the kernels of each machine round differently. `tests/test_trace.py` records traces with the
+code before a change, and compares them with traces of the code after it. The names of tensors in a trace are
+independent of the file names in checkpoints.
 """
 
 import dataclasses
@@ -41,11 +42,18 @@ _STAGES = "curriculum=[{epochs:3,H_cycles:1},{share:0.06,H_cycles:1,L_cycles:1},
 
 
 class Case(NamedTuple):
-    """A run. ranks: how many train it; two numbers: before and after step 10, where it is resumed."""
+    """A run to trace.
+
+    Attributes:
+        ranks: Number of ranks. If there are two numbers, the run is resumed after step 10, and the second
+            number is the number of ranks from then on.
+        overrides: Config overrides of pretrain.py.
+        data: Name of a dataset of `write_data`.
+    """
 
     ranks: int | tuple[int, int]
     overrides: tuple[str, ...]
-    data: str = "many"  # identifiers of the puzzles, see `write_data`
+    data: str = "many"
 
 
 CASES = {
@@ -140,9 +148,10 @@ _HAS_NOT = {  # keys of `OVERRIDES` that an architecture does not have
 
 
 def write_data(folder: Path) -> Path:
-    """Writes a data set for each value of `Case.data`: puzzles with embeddings of their own.
+    """Writes the datasets many, few and uneven in subfolders of `folder`. Returns `folder`.
 
-    many: about 40 of 60. few: 3, so that a row travels once, with its sum. uneven: mostly the same.
+    The 120 training puzzles have 49 puzzle identifiers in many and 3 in few. With few identifiers, a rank
+    sends the sum of several gradients for one row. In uneven, four of five puzzles have the identifier 0.
     """
     identifiers = {"many": lambda n: n, "few": lambda n: n % 3, "uneven": lambda n: np.where(n < 40, 0, n)}
     for name, of in identifiers.items():
@@ -159,9 +168,9 @@ def write_data(folder: Path) -> Path:
 
 
 def record_trace(name: str, *, data: Path, folder: Path) -> dict[str, object]:
-    """Trains twenty steps of a case; returns its metrics by step and hashes of its tensors.
+    """Trains a case for twenty steps. Returns its metrics, the metric sums and hashes of its tensors.
 
-    data: of `write_data`. `folder` must be empty.
+    name: Key of `CASES`. data: Folder of `write_data`. folder: Empty folder for the run.
     """
     case = CASES[name]
     base = [word for word in OVERRIDES if not word.startswith(_HAS_NOT.get(case.overrides[0], ("-",)))]
@@ -181,7 +190,10 @@ def record_trace(name: str, *, data: Path, folder: Path) -> dict[str, object]:
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every tensor of a checkpoint, whole, as '<part>: <name>'."""
+    """Yields ("<part>: <name>", tensor) for every tensor of a checkpoint. Shards are joined.
+
+    With `local_steps` > 1, each rank has other optimizer moments. Yields those of every rank.
+    """
     parts = {"weights": "weights", "ema_weights": "averages", "ema_state": "kept averages", "carry": "carry"}
     parts |= {"optimizer": "moments", "outer_optimizer": "outer momentum"}
     has_own = "local_steps: 1\n" not in (checkpoint / CONFIG_FILE).read_text()
@@ -195,11 +207,14 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """Hashes the bits of a tensor, its dtype and its shape."""
+    """Returns a hash of the bits, the dtype and the shape of a tensor."""
     content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode() + content).hexdigest()[:16]
 
 
 def _is_computed(name: str) -> bool:
-    """Tells a metric that a step computes from times, counts of the config, and repeats of earlier rows."""
+    """Returns whether a metric is computed from the data and the model.
+
+    Returns False for times, peak memory, petaflops and the best values so far.
+    """
     return not (name in TIMINGS or name.endswith(("_seconds", "petaflops")) or name.startswith("best/"))

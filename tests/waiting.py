@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, and reading what they have written so far."""
+"""Waits for other processes in tests, and reads what they have written so far."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,10 @@ PATIENCE = 180  # seconds, on a busy machine
 
 
 def wait_for(condition: Callable[[], object], what: str, *, output: Path | None = None) -> None:
-    """Waits until the condition holds; `what` is wrong if it never does, and `output` tells why."""
+    """Waits until the condition is true. Raises AssertionError after `PATIENCE` seconds.
+
+    what: Message of the error. output: File with the output of a process. The message contains its end.
+    """
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"{what}: {read(output)[-3000:] if output else ''}"
@@ -16,5 +19,5 @@ def wait_for(condition: Callable[[], object], what: str, *, output: Path | None 
 
 
 def read(path: Path) -> str:
-    """The text of a file, empty where there is none yet."""
+    """Returns the text of a file, "" if the file does not exist."""
     return path.read_text() if path.exists() else ""

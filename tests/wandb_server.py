@@ -1,6 +1,6 @@
-"""A W&B server on this machine, as far as its client needs one: GraphQL, streams of runs, uploads.
+"""A stand-in for the W&B server on this machine, for W&B's own client: GraphQL, streams of runs, uploads.
 
-It keeps what arrives as the service would, and nothing else: no account, no rights, no queries.
+The server keeps the runs and artifacts that it receives in memory. It has no accounts and checks no keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ _HISTORY, _SUMMARY = "wandb-history.jsonl", "wandb-summary.json"
 
 @dataclasses.dataclass
 class ReceivedRun:
-    """A run as the server has it: `fields` as UpsertBucket named them, lines by file and number."""
+    """A run that the server has received.
+
+    Attributes:
+        fields: Variables of the GraphQL operation UpsertBucket, such as "displayName".
+        lines: {name of a streamed file: {line number, from 0: text}}.
+        files: {name of an uploaded file: content}.
+        exit_code: Exit code of the run. None while it runs.
+    """
 
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     lines: dict[str, dict[int, str]] = dataclasses.field(default_factory=dict)
@@ -51,7 +58,7 @@ class ReceivedRun:
 
 @dataclasses.dataclass
 class ReceivedArtifact:
-    """A version of an artifact: its files are there once it is committed."""
+    """A version of an artifact that the server has received. Its files are complete if `is_committed`."""
 
     type: str
     name: str
@@ -64,9 +71,9 @@ class ReceivedArtifact:
 
 
 class WandbServer:
-    """The server, while its block lasts; `stop` and `start` let it go and come back under the same address.
+    """A context manager that runs the server. `stop`, then `start` restart it under the same address.
 
-    unanswered: operations of GraphQL to which it has nothing to say, as a proxy or an older server may.
+    unanswered: GraphQL operations that get an empty answer, as a proxy or an older server may give.
     """
 
     def __init__(self, *, unanswered: Iterable[str] = ()):
@@ -91,7 +98,7 @@ class WandbServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables with which the client finds this server."""
+        """The environment variables with which the W&B client finds this server."""
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
 
     def start(self) -> None:
@@ -101,7 +108,7 @@ class WandbServer:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self) -> None:
-        """Goes away as a machine does that lost its network: open connections end too."""
+        """Stops the server and closes its open connections, as if the network was lost."""
         self._server.shutdown()
         self._server.server_close()
         self._server.close_connections()
@@ -110,7 +117,7 @@ class WandbServer:
         return [each for each in self.artifacts if each.name == name and each.is_committed]
 
     def content(self, artifact: ReceivedArtifact) -> dict[str, bytes]:
-        """The files of an artifact, by path."""
+        """Returns {path: content} of the files of an artifact."""
         contents = artifact.manifest["contents"]
         return {path: self.uploads[entry["digest"]] for path, entry in contents.items()}
 

@@ -1,7 +1,7 @@
-"""The interface of an evaluator, which computes the metrics of one kind of puzzle, and the usual evaluator.
+"""The interface of evaluators, and `RowEvaluator`, the evaluator of most kinds of puzzles.
 
-`RowEvaluator` is enough for a kind of puzzle that checks each answer on its own. ARC has an evaluator in
-`dataset.kinds.arc.evaluator`, because the answers to its variants vote.
+An evaluator computes the metrics of one kind of puzzle. `RowEvaluator` checks each answer on its own. ARC has
+another evaluator, `dataset.kinds.arc.evaluator`, because the answers to all variants of a test input vote.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,7 @@ class Answers(NamedTuple):
         puzzle_identifiers: Index of each example's puzzle embedding, int32 [n].
         preds: Most probable token of each cell, uint8 or int32 [n, seq_len].
         q_halt: Logit of the predicted probability that the answer is right, float32 [n].
-        is_decided: bool [n]. False where a search model (LDT) found no answer. None if the model always
-            answers.
+        is_decided: Whether a search model (LDT) found an answer, bool [n]. None for other models.
         num_samples: Number of answers to each example. With 3, rows 0 to 2 of all arrays belong to the first
             example, so its input and label occur three times.
     """
@@ -44,13 +43,13 @@ class Evaluator(Protocol):
     """Computes the metrics of one kind of puzzle on a dataset folder."""
 
     samples_vote: bool
-    """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one.
+    """Whether `add` gets all samples of an example. If False, `add` gets only the selected sample.
 
     If True, all samples of a search model (LDT) run to their end.
     """
 
     only_answered: bool
-    """Whether only examples that `add` got count. If False, a missing answer may count as wrong."""
+    """Whether the metrics include only examples that `add` got. If False, others may count as wrong."""
 
     def add(self, set_name: str, answers: Answers) -> None:
         """Adds the model's answers to one batch of examples of the test set `set_name`."""
@@ -63,16 +62,15 @@ class Evaluator(Protocol):
         """
 
     def partial(self) -> Any:
-        """Returns what this process has counted in `add`.
-
-        The result is pickled and sent to rank 0.
-        """
+        """Returns what `add` has counted on this rank. The caller pickles it and sends it to rank 0."""
 
     def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
-        """Computes the metrics from the counts of all processes. Called on rank 0.
+        """Computes the metrics from the counts of all ranks. Called on rank 0.
 
         Returns {set: {metric: value}}, for example {"all": {"sudoku/exact_accuracy": 0.91, "sudoku/count":
-        1000}}. A test set is left out if no answer to it counts. partials: Result of `partial` of every rank.
+        1000}}. A test set without an answer that counts is left out.
+
+        partials: Result of `partial` on every rank.
         """
 
     def write(self, folder: Path) -> None:
@@ -80,11 +78,11 @@ class Evaluator(Protocol):
 
 
 class RowEvaluator:
-    """Computes the fraction of right answers, if each answer can be checked on its own.
+    """Computes the fraction of answers that pass each check, such as `exact`. Checks each answer on its own.
 
     An answer passes the check `exact` if all scored cells are right. The function `check` adds other checks,
-    such as `valid`. If a search model found no answer, the example passes no check. Examples without
-    labels do not count.
+    such as `valid`. If a search model (LDT) found no answer, the example passes no check. An example without
+    a scored cell does not count.
     """
 
     samples_vote, only_answered = False, True
@@ -102,8 +100,8 @@ class RowEvaluator:
             kind: Name of the kind of puzzle. The metrics are `<kind>/<check>_accuracy` and `<kind>/count`.
             check: Function (inputs, preds) -> {check: whether each answer passes, bool [n]}. Both arguments
                 are tokens, [n, seq_len]. The check `valid` means that an answer obeys the rules.
-            tasks: Name of the task of each puzzle identifier. With several names, `write` writes the accuracy
-                of each task.
+            tasks: Name of the task of each puzzle identifier. If there are several names, `write` writes the
+                accuracy of each task.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
         # {set: {check: number of examples of each task that pass}}, of this rank and of all ranks. All

@@ -1,12 +1,13 @@
 """The interface of a kind of puzzle: how puzzles are read, drawn and generated.
 
-dataset/kinds/evaluator.py contains the interface of its evaluator.
+dataset/kinds/evaluator.py contains the interface of an evaluator.
 
-A new kind is a package in this folder, or a plugin, that defines `KIND`. No other file lists it. Its builder
-is the module `build` in the package (dataset/build/__init__.py describes the interface). If the kind needs a
-new family of transforms, it adds the family to `AUGMENTATIONS` under its name. dataset/symmetry.py finds
-equal puzzles up to symmetry only for the families and kinds that it lists. A dataset needs no kind if
-accuracy is its only metric and all variants are written out. This folder does not import torch.
+A new kind is a package in this folder, or a plugin, that defines `KIND`. No other file lists the kinds. The
+module `build` in the package of a kind builds its datasets (dataset/build/__init__.py describes the
+interface). If a kind needs a new family of transforms, it adds the family to `AUGMENTATIONS` under the name
+of the kind. dataset/symmetry.py finds puzzles that are equal up to symmetry only for the families and kinds
+that it lists. A dataset can be used without a kind if accuracy is its only metric and its files contain all
+variants. This folder does not import torch.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ class Style:
             if some region is not a rectangle.
         gap: Text between the cells of a row in a terminal. It is not used in a row with lines between
             regions.
-        marks_new: Whether cells of the answer that differ from the puzzle have another color, such as green.
+        marks_new: Whether the cells in which an answer differs from the puzzle are drawn in another color.
         first_of_field: Smallest token that is a symbol of a grid. Set if a grid may be smaller than the token
             array, as in ARC and in datasets with their own symbols. Token `first_of_field` - 1 then marks the
             row below the grid and the column to its right, and smaller tokens are padding. If None, every
@@ -95,10 +96,13 @@ class Puzzle:
     has_own_rule: ClassVar[bool] = False
     """Whether the rule differs between puzzles, as in ARC, so that each puzzle needs its own embedding."""
     has_many_answers: ClassVar[bool] = False
-    """Whether all samples run to their end, so that `distinct_answers` can collect their right answers."""
+    """Whether a puzzle may have several right answers. `distinct_answers` then collects them.
+
+    If True, all samples of a search model (LDT) run to their end. If False, the first answer ends the search.
+    """
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the positions in `tokens` of the cells of a grid: int64 [rows, columns].
+        """Returns the index in `tokens` of each cell of the grid in an answer: int64 [rows, columns].
 
         In ARC, and in datasets with their own symbols, the grid may be smaller than the token array.
 
@@ -112,17 +116,18 @@ class Puzzle:
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns an ARC puzzle with fields of length `seq_len`, which the model expects.
+        """Returns a copy of an ARC puzzle with grids in fields of `seq_len` cells, as the model expects.
 
-        Other kinds of puzzles are returned unchanged. Raises ValueError if a grid does not fit.
+        Other kinds of puzzles are returned unchanged. Raises ValueError if a grid is larger than the field.
         """
         return self
 
     def distinct_answers(self, answers: np.ndarray) -> np.ndarray:
         """Returns the right answers among a model's answers, each of them once: tokens [k, seq_len].
 
-        Only puzzles with `has_many_answers` implement it. answers: The model's answers to this puzzle, tokens
-        [n, seq_len].
+        Only puzzles with `has_many_answers` have this method.
+
+        answers: The model's answers to this puzzle, tokens [n, seq_len].
         """
         raise NotImplementedError
 
@@ -135,7 +140,7 @@ class Puzzle:
         return None
 
     def find_identifier(self, training: Split) -> int | None:
-        """Searches the training data for this ARC task. Returns its puzzle identifier.
+        """Searches the training data for this ARC task. Returns the puzzle identifier of the first match.
 
         A task of the training data matches if it contains all demonstrations (input-output pairs) of this
         task. Returns None if no task matches, and for all other kinds of puzzles.
@@ -145,7 +150,7 @@ class Puzzle:
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
         """Returns the demonstrations (input-output pairs) of this ARC task as training data.
 
-        Its puzzle identifier is 1. Returns None for all other kinds of puzzles.
+        All examples have the puzzle identifier 1. Returns None for all other kinds of puzzles.
 
         num_views: Number of copies of the demonstrations. In each copy, the grids have other random positions
         in the field. seed: Seed of the positions.
@@ -156,7 +161,8 @@ class Puzzle:
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
     """Reshapes an array [seq_len] to [rows, columns].
 
-    num_columns: If None, the square root of seq_len or, if it is no integer, the largest divisor up to 32.
+    num_columns: Number of columns. If None, the result is a square. If seq_len is not a square number, the
+    number of columns is then the largest divisor of seq_len up to 32.
     """
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
@@ -184,7 +190,7 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
     character, the spaces are optional. Raises ValueError for an unknown symbol.
 
     symbols: Symbol of each token, starting with token 0. If empty, the symbol of a token is its number.
-    vocab_size: Number of different tokens. Further symbols are ignored.
+    vocab_size: Number of different tokens. Only the first `vocab_size` symbols are used.
     """
     names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
     token_of = {symbol: token for token, symbol in enumerate(names)}
@@ -207,8 +213,8 @@ class Kind:
         mismatch: Function (metadata of a dataset) -> reason why the dataset cannot be of this kind, or None.
         build_evaluator: Function (dataset folder, metadata) -> evaluator. It raises ValueError if the dataset
             cannot be evaluated.
-        augmentation: Name in `dataset.augmentations.AUGMENTATIONS` of the transforms that make copies of its
-            puzzles. None if the kind has no augmentation.
+        augmentation: Name in `dataset.augmentations.AUGMENTATIONS` of the transforms that make variants of
+            its puzzles. None if the kind has no augmentation.
         style: How its grids are drawn.
         read_puzzles: Function (text) -> list of puzzles. It raises ValueError with a message of one line if a
             puzzle is not valid. If None, texts are parsed with the symbols of `style`.
@@ -217,10 +223,11 @@ class Kind:
         names_symbols: Whether the symbols of the tokens differ between datasets of this kind. Each dataset
             then lists them in its metadata (`Metadata.symbols`).
         groups: Function (metadata) -> lists of cell numbers. The cells of one list must have different
-            symbols, such as the cells of a row of a Sudoku. Web pages check answers with it. Set it only if
-            the kind has no other rules.
-        accepts: Rules of a kind whose puzzles have several right answers. A drawing then marks no cell of an
-            answer that they accept. None if only the label is right.
+            symbols, such as the cells of a row of a Sudoku. Web pages check answers with these lists. None if
+            the kind also has other rules.
+        accepts: Rules of a kind such as queens, for which an answer that differs from the label may be right.
+            A drawing then marks no cell of an accepted answer as wrong. If None, drawings compare every
+            answer with the label.
         title: Name in headings. If empty, the name with a capital letter.
         plural: Word for several puzzles, such as "mazes".
     """
@@ -239,7 +246,10 @@ class Kind:
     plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns why a dataset cannot be of this kind, such as "vocab_size is 7, not 6", or None."""
+        """Returns why a dataset cannot be of this kind, such as "vocab_size is 7, not 6".
+
+        Returns None if the dataset may be of this kind.
+        """
         if (metadata.symbols is not None) != self.names_symbols:
             number = "no list" if self.names_symbols else "a list"
             return f"dataset.json contains {number} of symbols (only datasets of pairs have it)"
@@ -254,7 +264,7 @@ def kind_names() -> list[str]:
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind with a name of `kind_names`. Imports its module if needed."""
+    """Returns the kind with this name, one of `kind_names()`. Imports the module of the kind if needed."""
     of_plugins = {kind.name: kind for kind in defined("KIND")}
     return of_plugins.get(name) or importlib.import_module(f"dataset.kinds.{name}").KIND
 

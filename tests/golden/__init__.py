@@ -1,9 +1,9 @@
-"""The golden vectors: our numbers against those of the public implementations, on any device.
+"""Golden vectors: compares our numbers with those of the public implementations, on any device.
 
-A golden run is a folder here with the public code's weights before and after a few steps (`step_<N>`), the
-batches, and what it computed of them (README.md). In float32, as the public code computed it: the vectors are
-conditioned so that float32 and float64 agree within 3e-5, and no gradient of the first step is near its
-rounding. A replay returns the largest difference of each quantity, relative for the loss and the gradients.
+A golden run is a folder here. It contains the weights of the public code before and after a few training
+steps (`step_<N>`), the batches, and what the public code computed from them in float32 (README.md). The runs
+were chosen so that float32 and float64 agree within 3e-5, and no gradient of the first step is as small as
+its rounding error. A replay repeats the training steps and returns the largest difference of each quantity.
 """
 
 import contextlib
@@ -39,15 +39,18 @@ _RELATIVE = {"lm_loss": 1e-4, "q_halt_loss": 1e-3, "q_continue_loss": 1e-4}
 
 
 class Differences(dict[str, float]):
-    """The largest difference so far of each quantity from the public code's."""
+    """{quantity: largest difference so far between our values and those of the public code}."""
 
     def compare(
         self, quantity: str, ours: Any, golden: Any, *, relative: float = 0, absolute: float = 0, what: str
     ) -> None:
-        """Notes how far numbers are from golden ones; AssertionError where they are not close.
+        """Compares numbers with golden numbers, and stores the largest difference under `quantity`.
 
-        relative: the largest difference, as a share of the golden number, beside `absolute`; then the
-        difference is noted as such a share.
+        Raises AssertionError if the difference is too large.
+
+        relative: Largest allowed difference as a fraction of the golden number. If not 0, the stored
+        difference is also such a fraction. absolute: Allowed absolute difference. If `relative` is not 0, it
+        allows more for golden numbers near 0. what: Name of the numbers for the message.
         """
         ours, golden = (np.asarray(each, dtype=np.float64) for each in (ours, golden))
         far = np.abs(ours - golden)
@@ -60,7 +63,7 @@ class Differences(dict[str, float]):
 
 
 def find_runs(folder: Path = GOLDEN) -> list[Path]:
-    """Finds the golden training runs of models with a step of training as HRM's."""
+    """Returns the folders of the golden runs with training steps, except those of LDT."""
     runs = [
         path.parent for path in sorted(folder.glob("*/expected.json")) if "train" in expected(path.parent)
     ]
@@ -75,7 +78,10 @@ def expected(run: Path) -> dict[str, Any]:
 
 
 def write_config(path: Path, run: Path, **changes: object) -> None:
-    """Writes the config of a golden run as the public code. changes: of its arch; None leaves a key out."""
+    """Writes the config of a golden run to `path`, with the keys of the public code.
+
+    changes: Changed keys of `arch`. A value of None removes the key.
+    """
     known = expected(run)
     arch = {**known["arch"], "name": known["model"], "loss": {"loss_type": known["loss"]}, **changes}
     arch = {key: value for key, value in arch.items() if value is not None}
@@ -85,7 +91,10 @@ def write_config(path: Path, run: Path, **changes: object) -> None:
 
 @contextlib.contextmanager
 def published_checkpoint(run: Path, step: int, **changes: object) -> Iterator[Checkpoint]:
-    """Opens the golden weights of a step as a checkpoint of the public code. changes: of `write_config`."""
+    """Yields the golden weights of a training step as a checkpoint of the public code.
+
+    changes: Changed keys of `arch` in its config. A value of None removes the key.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"step_{step}")
         path.symlink_to(run.absolute() / path.name)
@@ -94,7 +103,7 @@ def published_checkpoint(run: Path, step: int, **changes: object) -> Iterator[Ch
 
 
 def load(run: Path, step: int) -> HaltingModel:
-    """Loads the golden weights of a step as any published checkpoint."""
+    """Loads the golden weights of a training step in the way published checkpoints are loaded."""
     sizes = {name: expected(run)[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
     with published_checkpoint(run, step) as checkpoint:
         return load_trained_model(checkpoint, SimpleNamespace(**sizes, num_columns=None))
@@ -108,7 +117,10 @@ def batch(run: Path, number: int) -> Batch:
 
 
 class RecordedStart:
-    """Draws that give the recorded start of every slot, which is drawn times `std`."""
+    """Replaces the random numbers of slots, so that the initial state of every slot is a recorded one.
+
+    start: Recorded initial states. std: Factor by which the model multiplies its random numbers.
+    """
 
     arrays: dict[str, torch.Tensor] = {}
 
@@ -123,7 +135,7 @@ class RecordedStart:
 
 
 def recorded_start(run: Path, model: HaltingModel, name: str) -> RecordedStart | None:
-    """Returns the start of `name` in draws.npz; None where a run has none."""
+    """Returns the initial states `name` of draws.npz. Returns None if the run has no such file."""
     if not (run / "draws.npz").exists():
         return None
     with np.load(run / "draws.npz") as arrays:
@@ -132,7 +144,10 @@ def recorded_start(run: Path, model: HaltingModel, name: str) -> RecordedStart |
 
 
 def as_published(model: HaltingModel, output: StepOutput) -> StepOutput:
-    """Returns the output as the public code has it: SE-RRM's takes a probability for a logit."""
+    """Returns the output of a model as the public code computes it.
+
+    Only the output of a model without Q head, SE-RRM, changes: its public code uses a probability as a logit.
+    """
     if hasattr(model.network, "q_head"):
         return output
     q_halt = torch.sigmoid(output.prediction.q_halt)
@@ -142,7 +157,8 @@ def as_published(model: HaltingModel, output: StepOutput) -> StepOutput:
 def replay(run: Path, *, device: torch.device, first_step: int = 0) -> Differences:
     """Trains as the public code did, and compares losses, metrics, gradients, halting and final weights.
 
-    first_step: whose weights it begins with. AssertionError, which says where and by how much they differ.
+    Raises AssertionError for the first value that differs too much. first_step: Number of the training step
+    after which the initial weights were stored.
     """
     known, seen = expected(run), Differences()
     model = load(run, first_step)
@@ -201,7 +217,10 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> Differenc
 
 
 def compare_outputs(seen: Differences, prediction: Prediction, path: Path, *, tolerance: float) -> None:
-    """Compares all outputs of a step with those in a file."""
+    """Compares all outputs of a thinking step with those in a file.
+
+    tolerance: Largest allowed difference.
+    """
     ours = {
         "logits": prediction.logits,
         "q_halt_logits": prediction.q_halt,
@@ -215,7 +234,10 @@ def compare_outputs(seen: Differences, prediction: Prediction, path: Path, *, to
 
 
 def compare_carry(seen: Differences, carry: Carry, path: Path, *, step: int) -> None:
-    """Compares what a gated network keeps after a step with a file, which has the states of some slots."""
+    """Compares the state of a gated network after a training step with a file.
+
+    The file contains the states of the first slots. step: Index of the training step, from 0.
+    """
     ours = {f"z_{axis}": carry.state[f"z_{axis}"] for axis in "HL"}
     ours |= {f"D_{axis}": carry.state[f"log_D_{axis}"].exp() for axis in "HL"}
     with np.load(path) as golden:
@@ -226,7 +248,11 @@ def compare_carry(seen: Differences, carry: Carry, path: Path, *, step: int) -> 
 
 
 def compare_trace(seen: Differences, carry: Carry, path: Path, names: str) -> None:
-    """Compares what FPRM knows of its slots after a step's last call. names: those in the file, with {}."""
+    """Compares the halting state of FPRM after a thinking step with a file.
+
+    The file contains the values after each call of the level. The last ones count. names: Pattern of the
+    names in the file, such as "{}_0". "{}" stands for the name of a quantity.
+    """
     ours = {"residues": "residual", "best_residues": "best", "patience": "patience", "stepsize": "step_size"}
     with np.load(path) as golden:
         for public, name in ours.items():

@@ -20,7 +20,7 @@ outputs are of the first step, weights of the last. The public code computed in 
 
 
 def main() -> int:
-    """Returns the exit status: 0 where all numbers are those of the public code."""
+    """Returns the exit status: 0 if all numbers are close to those of the public code, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--folder", type=Path, default=GOLDEN, help="default: tests/golden")

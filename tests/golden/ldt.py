@@ -1,4 +1,4 @@
-"""LDT against its public trainer and solver: the runs ldt_*."""
+"""Compares LDT with its public trainer and solver, on the golden runs ldt_*."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +28,10 @@ _NAMES = {
 
 
 def translate(weights: dict[str, torch.Tensor], *, num_heads: int) -> dict[str, torch.Tensor]:
-    """Translates names and layouts of the public tensors into ours.
+    """Converts the names and layouts of the public weights to ours.
 
-    Drops the key bias, which has no effect on attention. Reorders rotary pairs from neighbours (2 i, 2 i + 1)
-    to halves (i, i + head_dim / 2), as our attention needs.
+    Drops the bias of the keys, because it has no effect on attention. In the public code, the dimensions 2 i
+    and 2 i + 1 of a head are a rotary pair. Ours pairs the dimensions i and i + head_dim / 2.
     """
     translated: dict[str, torch.Tensor] = {}
     for name, value in weights.items():
@@ -51,7 +51,10 @@ def translate(weights: dict[str, torch.Tensor], *, num_heads: int) -> dict[str, 
 
 
 class _Recorded:
-    """Draws that give what was recorded: symmetries and orders of values, the cell and the value of a pin."""
+    """Replaces random numbers by recorded ones: symmetries, orders of values, and guessed cells and values.
+
+    given: {use: recorded numbers}.
+    """
 
     arrays: dict[str, torch.Tensor] = {}
 
@@ -102,13 +105,17 @@ def _new(entered: torch.Tensor, target: torch.Tensor) -> State:
 
 
 def find_runs(folder: Path = GOLDEN) -> list[Path]:
-    """Finds the golden runs of LDT with one solution for each board."""
+    """Returns the folders of the golden runs of LDT in which each board has one solution."""
     runs = [path.parent for path in sorted(folder.glob("ldt_*/expected.json"))]
     return [run for run in runs if expected(run)["n_solutions"] == 1]
 
 
 def replay(run: Path) -> Differences:
-    """Trains as the public trainer did: losses, gradients, the pool after every update, the last weights."""
+    """Trains as the public trainer did, and compares losses, gradients, boards and the final weights.
+
+    The boards of all slots are compared after every training step. Raises AssertionError if a value differs
+    too much.
+    """
     known, seen = expected(run), Differences()
     options, size = known["optimizer"], known["pool_size"]
     model = _load(run, "step_0", known["operator"])
@@ -194,7 +201,11 @@ def _compare_outputs(seen: Differences, prediction: LDTPrediction, index: torch.
 
 
 def replay_solver(run: Path) -> Differences:
-    """Solves as the public solver did: every round of every chain, and the answers of the first to solve."""
+    """Solves puzzles as the public solver did, and compares every chain after every thinking step.
+
+    Also compares the answer of the first chain that solves a puzzle. Raises AssertionError if a value differs
+    too much.
+    """
     seen = Differences()
     known, arrays = expected(run)["solver"], np.load(run / "solver.npz")
     model = _load(run, known["weights"], known)

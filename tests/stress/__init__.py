@@ -1,1 +1,1 @@
-"""What damages a run, and sees what comes of it: programs that no test collects (`make stress`)."""
+"""Programs that damage runs and files and check the result. `make stress` runs them, pytest does not."""

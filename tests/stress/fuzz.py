@@ -1,14 +1,16 @@
-"""Changes what the programs read from outside, at random: all is read as before, or refused in one line.
+"""Changes input files of the programs at random. Each must be read as before, or refused in one line.
 
     python -m tests.stress.fuzz [--mutations 2000] [--first 0]
     python -m tests.stress.fuzz --first 1234 --mutations 1 --keep FOLDER
 
-Every mutation must be read with the same meaning as before, or refused by one line of ours. What has no
-digests, a text or a config, may also mean something else. All else is bad: a traceback, two lines, a line
-that does not say where, codes of a terminal, another meaning under a manifest, a byte of a file that is
-executed, a file beside the folder that is written, more than 20 seconds of a core or 2 minutes in all, more
-than 2 GB of memory.
-Each mutation is read in a process of its own, and is a function of its number. Status 1 where one is bad.
+A changed file must be read with the same meaning as before, or be refused with one line of error message. A
+file without digests, such as a text or a config, may also get another meaning. Every other outcome is bad: a
+traceback, several lines, a message that does not name the file, terminal codes in a message, another meaning
+despite a manifest, code in a file that is executed, a write to a file beside the folder, more than 20 s of a
+core or 2 minutes in total, or more than 2 GiB of memory.
+
+Each change is read in a separate process, and depends only on its number. The exit status is 1 if an outcome
+is bad.
 """
 
 from runtime.environment import num_cores
@@ -42,7 +44,15 @@ _FINE = ("same", "other", "refused")  # what may come of a mutation
 
 
 class Outcome(NamedTuple):
-    """The outcome of a mutation. kind: one of _FINE, or what is bad. said: an error, or its traceback."""
+    """The outcome of reading a changed file.
+
+    Attributes:
+        number: Number of the mutation.
+        target: Name of the input that was changed, such as "checkpoint".
+        what: Description of the change.
+        kind: One of _FINE, or a text that says what is bad, such as "bad: too long".
+        said: Digest of the meaning, error message or traceback.
+    """
 
     number: int
     target: str
@@ -52,7 +62,10 @@ class Outcome(NamedTuple):
 
 
 class Fuzz:
-    """All that is the same for every mutation; folder: where copies are made."""
+    """Makes mutations and reads them. Creates all inputs, and reads each of them without a change.
+
+    folder: Folder for the inputs and their copies.
+    """
 
     def __init__(self, folder: Path):
         self._folder, self._targets = folder, make_targets(folder)
@@ -63,7 +76,7 @@ class Fuzz:
             self._meant[name] = said
 
     def try_one(self, number: int) -> Outcome:
-        """Makes mutation `number`, and reads what it has changed in a process of its own."""
+        """Makes mutation `number` in a copy of an input, and reads the copy in a new process."""
         name = list(self._targets)[number % len(self._targets)]
         target, copy = self._targets[name], self._copy(self._targets[name], f"number_{number}")
         what = target.change(copy, random.Random(number))
@@ -108,7 +121,10 @@ class Fuzz:
 
 
 def _read_and_exit(target: Target, copy: Path, said: Path) -> NoReturn:
-    """Writes the kind of outcome, and in the next line the meaning or the error."""
+    """Reads a copy, writes the outcome to the file `said`, and ends this process.
+
+    The first line of the file is the kind of outcome. The digest of the meaning or the error follows.
+    """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_SECONDS * 6)  # beside other programs
     used = int(time.process_time())  # by the process that this one is a copy of
@@ -132,13 +148,13 @@ def _read_and_exit(target: Target, copy: Path, said: Path) -> NoReturn:
 
 
 def _data_bytes() -> int:
-    """Returns how much memory of its own this process has, as RLIMIT_DATA counts it."""
+    """Returns the size in bytes of this process's private memory, as RLIMIT_DATA counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmData")) * 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Returns the exit status: 1 if an outcome is bad, otherwise 0."""
     about = __doc__.partition("\n")[0]
     parser = OneLineParser("tests.stress.fuzz", description=about)
     parser.add_argument("--mutations", type=positive, default=2000, metavar="N", help="default: %(default)s")

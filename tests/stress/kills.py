@@ -1,16 +1,16 @@
-"""Kills ranks of a training at random, by `kill -9`: does it end with the bits of one that is left alone?
+"""Kills random ranks of a run with `kill -9`, and compares its result with that of an undisturbed run.
 
-    python -m tests.stress.kills --kills 10                # and how long a recovery takes
-    python -m tests.stress.kills --minutes 120             # beside the run left alone, with more trouble
+    python -m tests.stress.kills --kills 10                # also measures how long a recovery takes
+    python -m tests.stress.kills --minutes 120             # also changes the clock and measures memory
 
-Both runs train the demo under torchrun, are stopped, go on to a common last step, and are compared: the files
-of the last checkpoint, and which files there are. A recovery is the time from the kill until the first new
-step is done.
+Both runs train the demo under torchrun up to the same last training step. The disturbed run is stopped and
+resumed before that. At the end, the bytes of the last checkpoints and the names of the files must be equal. A
+recovery is the time from a kill until the first new training step is done.
 
-With --minutes a kill comes about every --kill-seconds, and both runs go on at the same time; after half of it
-the clock of the run is set back by a day, for a minute. The memory of each torchrun and rank is sampled; its
-slope is that of lines through the samples of each process, one slope for all of a kind, after the ten minutes
-in which a process comes to all that it does.
+With --minutes, a rank is killed about every --kill-seconds, and both runs train at the same time. After half
+of the time, the clock of the disturbed run is set back by a day for one minute. The memory of each torchrun
+and rank is sampled. A line is fitted to the samples of each process after its first ten minutes. All
+processes of one kind get the same slope.
 """
 
 import argparse
@@ -65,7 +65,7 @@ time.time = late
 
 
 class Training:
-    """A training under torchrun that ends only when it is asked to."""
+    """A run under torchrun that trains until `stop` is called, or up to the last step of `finish`."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, name: str):
         self.run, self._options, self._folder = folder / name, options, folder
@@ -91,7 +91,7 @@ class Training:
             self.torchrun = subprocess.Popen(command, cwd=folder, env=environment, **streams)
 
     def kill_rank(self, chance: random.Random) -> bool:
-        """Kills a rank; False where there is none at the moment."""
+        """Kills a random rank. Returns whether there was one. Right after a failure, there may be none."""
         parents, torchrun = find_parents(), self.torchrun.pid
         ranks = [pid for pid, parent in parents.items() if parent == torchrun and rank_of(pid) is not None]
         if ranks:
@@ -103,7 +103,10 @@ class Training:
         return path.exists() and path.stat().st_size > 0
 
     def recoveries(self) -> list[tuple[float, int]]:
-        """Reads (seconds, steps redone) of each recovery from the log of rank 0, by its clock."""
+        """Reads (seconds, repeated training steps) of each recovery from the log of rank 0.
+
+        The seconds are wrong if the clock of the run was changed during the recovery.
+        """
         path = self.run / "logs" / "rank_0.log"
         text = path.read_text() if path.exists() else ""
         return [(float(seconds), int(steps)) for seconds, steps in _RECOVERED.findall(text)]
@@ -118,7 +121,7 @@ class Training:
         return Path(f"{self._clock}.read").exists()
 
     def check(self) -> None:
-        """Ends this program if the run has ended."""
+        """Ends this program with an error if torchrun has ended."""
         if self.torchrun.poll() is not None:
             self._give_up("a run has ended")
 
@@ -131,12 +134,15 @@ class Training:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Stops the run after a step, saved; torchrun's own status is 1 then."""
+        """Stops the run after its current training step. The run saves a checkpoint before it ends."""
         self.torchrun.terminate()
         self.torchrun.wait(_GIVE_UP_SECONDS)
 
     def finish(self, last_step: int, *, seconds: float) -> None:
-        """Goes on to this step, or begins."""
+        """Resumes or starts the run, and waits until it ends after the training step `last_step`.
+
+        Ends this program with an error if the run fails.
+        """
         self.start(f"max_steps={last_step}")
         if self.torchrun.wait(seconds) or self.newest_step() != last_step:
             self._give_up("a run fails")
@@ -150,13 +156,13 @@ class Training:
         return {path.name: path.read_bytes() for path in paths}
 
     def files(self) -> set[str]:
-        """Returns the files of the run folder that do not tell what happened to the run."""
+        """Returns the paths of the files in the run folder, except records of what happened, such as logs."""
         paths = (path.relative_to(self.run) for path in self.run.rglob("*") if path.is_file())
         return {str(path) for path in paths if path.parts[0] not in _MAY_BE_LEFT}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 where the bits are the same, and nothing is left behind."""
+    """Returns the exit status: 0 if both runs end with equal bytes and no other files are left."""
     options = _read(argv)
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
@@ -237,7 +243,10 @@ def _measure(options: argparse.Namespace, disturbed: Training, alone: Training, 
 
 
 def _kill(options: argparse.Namespace, training: Training) -> list[float]:
-    """Kills at random times, each after a recovery; returns the seconds of all recoveries."""
+    """Kills a random rank --kills times, at a random time after each recovery.
+
+    Returns the seconds from each kill until the recovery from it.
+    """
     chance, seconds = random.Random(options.seed), []
     for number in range(options.kills):
         time.sleep(chance.uniform(0.0, _LONGEST_WAIT_SECONDS))
@@ -251,9 +260,9 @@ def _kill(options: argparse.Namespace, training: Training) -> list[float]:
 def _disturb(
     options: argparse.Namespace, training: Training, alone: Training
 ) -> tuple[int, bool, dict[str, float]]:
-    """Lets the time pass, with kills and a clock set back, and samples the memory of both runs.
+    """Disturbs a run for --minutes with kills and a wrong clock, and samples the memory of both runs.
 
-    Returns the number of kills, whether the run has read the wrong clock, and the slopes of memory.
+    Returns (number of kills, whether the run has read the wrong clock, {kind of process: MiB per hour}).
     """
     chance, seconds, kills = random.Random(options.seed), 60 * options.minutes, 0
     settling, hold = (10.0, 10.0) if options.quick else (_SETTLING_SECONDS, _HOLD_SECONDS)

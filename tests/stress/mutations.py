@@ -1,4 +1,4 @@
-"""Mutations: the accidents of disks and editors, and what somebody means ill writes."""
+"""Changes files at random, as faulty disks, editors and attackers may do."""
 
 import json
 import os
@@ -27,14 +27,14 @@ _ALIASES = "a: &a [x]\n" + "".join(f"b{n}: &a [{'*a, ' * 9}]\n" for n in range(9
 
 
 class _Executed:
-    """Makes the marker file where it is unpickled."""
+    """An object that creates the marker file if it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         return os.system, (f'touch "${MARKER}"',)
 
 
 def mutate_files(folder: Path, draw: random.Random) -> str:
-    """Changes one file of a folder, and says what was done."""
+    """Changes one file of a folder. Returns a description of the change."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     path = draw.choice(files)
     content, name = path.read_bytes(), path.relative_to(folder)
@@ -73,7 +73,10 @@ def _replace(folder: Path, path: Path, other: bytes, draw: random.Random) -> str
 
 
 def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Changes a few bytes; the beginning, where the headers are, is hit as often as all the rest."""
+    """Changes a few bytes, or removes the end. Returns (new content, description).
+
+    In half of the cases, the change is in the first 256 bytes, because file headers are there.
+    """
     size = len(content)
     begin = draw.randrange(max(1, min(size, 256) if draw.random() < 0.5 else size))
     end = min(size, begin + draw.choice((1, 1, 2, 4, 16, 256)))
@@ -94,7 +97,10 @@ def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _mutate_json(content: bytes, draw: random.Random) -> tuple[bytes, str] | None:
-    """Puts another value, or none, in place of one in JSON or in a line of it; None where it is no JSON."""
+    """Replaces, removes or renames one value in JSON or in one of several lines of JSON.
+
+    Returns (new content, description). Returns None if the content is not JSON.
+    """
     lines = content.decode(errors="replace").splitlines() if content.count(b"\n") else []
     is_lines = bool(lines) and lines[0].startswith("{") and lines[0].endswith("}")
     number = draw.randrange(len(lines)) if is_lines else 0

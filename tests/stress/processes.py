@@ -1,4 +1,4 @@
-"""Processes of this machine, found in /proc, and their memory."""
+"""Finds processes of this machine in /proc, and measures their memory."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def find_parents() -> dict[int, int]:
-    """Returns the parent of every process."""
+    """Returns {process id: process id of the parent} of all processes."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended in the meantime
@@ -20,13 +20,13 @@ def find_parents() -> dict[int, int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """Returns the RANK that torchrun gave to a process or to an ancestor of it; None where there is none."""
+    """Returns the RANK that torchrun gave to a process or its ancestor. Returns None if there is none."""
     entries = _read(pid, "environ").split(b"\0")
     return next((int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")), None)
 
 
 def kill_all_with(word: str) -> None:
-    """Kills all processes with this word on their command line, until there is none."""
+    """Kills all processes with this argument on their command line, until none is left."""
     needle = f"\0{word}\0".encode()
     while found := [pid for pid in find_parents() if needle in _read(pid, "cmdline")]:
         for pid in found:
@@ -43,14 +43,20 @@ def _read(pid: int, name: str) -> bytes:
 
 
 class Memory:
-    """The resident memory of torchruns and of all below them, by kind of process."""
+    """Samples of the resident memory of torchruns and their descendants, by kind of process.
+
+    settling_seconds: Time after the first sample of a process in which its samples do not count.
+    """
 
     def __init__(self, settling_seconds: float):
         self._settling_seconds = settling_seconds
         self._lives: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
 
     def sample(self, torchrun: int, *, run: str) -> None:
-        """Reads the memory of a torchrun and its processes. run: added to the names of their kinds."""
+        """Samples the memory of a torchrun and its descendants.
+
+        torchrun: Process id. run: Text to append to the names of the kinds, such as ", left alone".
+        """
         parents, now = find_parents(), time.monotonic()
         for pid in parents:
             kind = kind_of(pid, torchrun, parents)
@@ -60,7 +66,11 @@ class Memory:
                     self._lives[kind + run, pid].append((now, pages * os.sysconf("SC_PAGE_SIZE") / 2**20))
 
     def slopes(self) -> dict[str, float]:
-        """Fits by kind one slope, MiB an hour, to all lives, each with a level of its own."""
+        """Returns {kind of process: growth of memory in MiB per hour}.
+
+        Fits lines to the samples of all processes of a kind. The lines have the same slope, but may have
+        different offsets.
+        """
         centred = defaultdict(list)
         for (kind, _), life in self._lives.items():
             samples = np.array(life)
@@ -72,7 +82,10 @@ class Memory:
 
 
 def kind_of(pid: int, torchrun: int, parents: dict[int, int]) -> str | None:
-    """Names what a process is to a run: torchrun, `rank 0`, `below rank 0`; None where it is not of it."""
+    """Returns the kind of a process: "torchrun", "rank 0" or "below rank 0" (a descendant of rank 0).
+
+    Returns None if the process does not belong to this torchrun. parents: Result of `find_parents`.
+    """
     if pid == torchrun:
         return "torchrun"
     depth, current = 0, pid

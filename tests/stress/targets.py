@@ -1,4 +1,4 @@
-"""What the programs read from outside, each as a folder to be changed and the code that reads it."""
+"""Creates the inputs of the programs for `fuzz`: each is a folder to change and a function that reads it."""
 
 import contextlib
 import dataclasses
@@ -73,11 +73,14 @@ _PUZZLES = ("1..4 .... .... 4..1", "1 . | . 4\n. . | . .\n----+----\n. . | . .\n
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Something that is read.
+    """An input of the programs, such as a checkpoint.
 
-    files: the folder as it should be. change: changes a copy of it, and says what was done. read: reads a
-    copy, and returns a digest of what it means. is_sealed: with another meaning it must be refused, since a
-    manifest has the digests of its files; else another meaning may be what somebody wanted.
+    Attributes:
+        files: Folder with the intact files.
+        change: Function that changes a copy of the folder at random. Returns a description of the change.
+        read: Function that reads a copy of the folder. Returns a digest of its meaning.
+        is_sealed: Whether a manifest has the digests of the files. A copy with another meaning must then be
+            refused. If False, another meaning is allowed.
     """
 
     files: Path
@@ -87,7 +90,7 @@ class Target:
 
 
 def make_targets(folder: Path) -> dict[str, Target]:
-    """Builds datasets, trains a tiny model on one, and returns all targets by name."""
+    """Builds datasets in `folder`, trains a tiny model, and returns {name: target} of all targets."""
     sudoku, variants = folder / "sudoku", folder / "variants"
     build_dataset("sudoku", ["--output-dir", str(sudoku), "--generate", "40", "--box", "2x2"])
     pairs = _write_pairs(folder / "pairs")
@@ -124,7 +127,10 @@ def make_targets(folder: Path) -> dict[str, Target]:
 
 
 def _write_sources(folder: Path, pairs: Path) -> list[Path]:
-    """Writes what else builders read, each kind in a folder of its own."""
+    """Writes one source folder for each kind of source in `_SOURCES`. Returns the folders.
+
+    pairs: Folder with pairs.jsonl.
+    """
     rows = [json.loads(line) for line in (pairs / "pairs.jsonl").read_text().splitlines()]
     write_parquet(folder / "parquet" / "pairs.parquet", rows)
     write_sheet(folder / "sheet" / "pairs.xlsx", rows)
@@ -152,7 +158,7 @@ def _write(folder: Path, files: dict[str, str]) -> Path:
 
 
 def _publish(run: Path, folder: Path) -> None:
-    """Writes a checkpoint as the public code of HRM does."""
+    """Writes the newest checkpoint of a run to `folder`, as the public code of HRM would write it."""
     folder.mkdir()
     checkpoint = find_checkpoint(run)
     weights = {f"_orig_mod.model.inner.{name}": value for name, value in load_weights(checkpoint).items()}
@@ -164,7 +170,7 @@ def _publish(run: Path, folder: Path) -> None:
 
 
 def _change_and_seal(folder: Path, draw: random.Random) -> str:
-    """Changes a file, and writes a manifest that says it is right: what an attacker would do."""
+    """Changes a file and writes a manifest with the new digests, as an attacker would do."""
     what = mutate_files(folder, draw)
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
@@ -201,7 +207,7 @@ def _read_dataset(folder: Path) -> str:
 
 
 def _read_model(metadata: Metadata, folder: Path) -> str:
-    """Reads it as evaluate.py does. metadata: of the data that it was trained on."""
+    """Reads the model of a checkpoint as evaluate.py does. metadata: Metadata of the training data."""
     checkpoint = find_checkpoint(folder)
     network = load_trained_model(checkpoint, metadata).network
     weights = [weight.numpy() for _, weight in sorted(network.state_dict().items())]
@@ -216,7 +222,10 @@ def _write_report(folder: Path) -> str:
 
 
 def _share(run: Path, goal: Path) -> str:
-    """Writes what would be uploaded, and looks for what would leave its line or its column in the card."""
+    """Writes the files that `share push` would upload to `goal`.
+
+    Raises AssertionError if a text of the run would break the layout of the model card.
+    """
     push([str(run), "owner/name", "--dry-run", str(goal)])
     card = (goal / "README.md").read_text()
     assert printable(card) == card, "card"
@@ -243,7 +252,7 @@ def _compose_study() -> tuple[SearchConfig, Space, PretrainConfig]:
 
 
 def _read_study(folder: Path) -> str:
-    """Reads a study as search.py does at its end."""
+    """Reads the best parameters of a study as search.py does at its end."""
     config, space, run = _compose_study()
     study = Study(folder / "study.db", config, space, run)
     values = study.parameters(study.best()) if study.best() else {}
@@ -252,7 +261,7 @@ def _read_study(folder: Path) -> str:
 
 
 def _change_study(folder: Path, draw: random.Random) -> str:
-    """Puts another value into a cell of the study, or changes its file."""
+    """Overwrites a column of a random table in study.db, or changes the bytes of the file."""
     if draw.random() < 0.3:
         return mutate_files(folder, draw)
     with sqlite3.connect(folder / "study.db") as study:
@@ -277,7 +286,7 @@ def _solve(run: Path, folder: Path) -> str:
 
 
 def _build(kind: str, options: Sequence[str], folder: Path) -> str:
-    """Builds a dataset of the files of a folder, and reads it."""
+    """Builds a dataset from the files of a folder. Returns a digest of the dataset."""
     goal = folder.with_name("built")
     build_dataset(kind, ["--source", str(folder), "--output-dir", str(goal), *options])
     return _read_dataset(goal)

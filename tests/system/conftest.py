@@ -1,4 +1,4 @@
-"""What tests of the whole system need that a plain machine may lack: a browser, other machines."""
+"""Fixtures for tests of the whole system: a browser and emulated machines. Some machines have neither."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,11 +13,12 @@ _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Visit:
-    """A page as one visitor sees it, with everything that went wrong there.
+    """A page in a browser, and what it requested and reported.
 
-    page      playwright's Page
-    requests  the addresses asked for, but those that came from the page's own server or file
-    errors    console errors and uncaught exceptions
+    Attributes:
+        page: playwright's Page.
+        requests: Addresses that the page requested, except those of its own server or file.
+        errors: Console errors and uncaught exceptions.
     """
 
     def __init__(self, page, own: str):
@@ -39,7 +40,7 @@ def machines(tmp_path) -> Iterator[Machines]:
 
 @pytest.fixture(scope="session")
 def chromium():
-    """A headless Chromium, the system's; skips where there is none (apt-get install chromium)."""
+    """The headless Chromium of this machine. Without Chromium or playwright, skips the test."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next(filter(None, map(shutil.which, _CHROMIUM)), None)
     if program is None:
@@ -52,7 +53,10 @@ def chromium():
 
 @pytest.fixture
 def visit(chromium) -> Iterator[Callable[..., Visit]]:
-    """Opens an address or a file in a fresh browser; options are those of playwright's new_context."""
+    """A function (address or file, **options) that opens a page in a new browser context.
+
+    The options are those of playwright's new_context.
+    """
     with ExitStack() as opened:
 
         @contextmanager

@@ -1,11 +1,11 @@
-"""Delays all that emulated machines receive, on any kernel: many have no tc netem.
+"""Delays all packets that emulated machines receive. Works without tc netem, which many kernels lack.
 
-The rule `-j NFQUEUE` hands a namespace's packets to this program, by their numbers alone: what is in them
-stays in the kernel. After the delay they pass, in order, all that are due with one message. Linux, as root;
-`tests.system.machines` sets the rules and starts it, with the seconds and the names of the namespaces for
-arguments. It says `ready` once every queue is its own.
+The iptables rule `-j NFQUEUE` sends the numbers of a namespace's packets to this program. The contents stay
+in the kernel. After the delay, the program lets the packets pass in order, all that are due with one message.
+The program needs Linux and root. `tests.system.machines` sets the rules and starts the program. The arguments
+are the seconds and the names of the namespaces. The program prints "ready" when it receives from every queue.
 
-Messages are those of linux/netfilter/nfnetlink_queue.h, over a netlink socket of each namespace.
+The messages have the format of linux/netfilter/nfnetlink_queue.h. Each namespace has a netlink socket.
 """
 
 import ctypes
@@ -27,7 +27,10 @@ _BUFFER_BYTES, _MOST_WAITING = 2**24, 2**18
 
 
 class Queue:
-    """The packets that a namespace has received, and that wait to be delivered there."""
+    """The packets that a namespace has received and that wait for their delivery. Holds a netlink socket.
+
+    namespace: Name of the network namespace. This process enters it. seconds: Delay of each packet.
+    """
 
     def __init__(self, namespace: str, seconds: float):
         self._seconds, self._waiting = seconds, deque()  # of (when it is due, its number)
@@ -46,7 +49,7 @@ class Queue:
         self.socket.setblocking(False)
 
     def receive(self) -> None:
-        """Takes note of the packets that have come."""
+        """Reads the numbers of all new packets from the socket, and stores when each is due."""
         try:
             while True:
                 due = time.monotonic() + self._seconds
@@ -55,7 +58,10 @@ class Queue:
             pass
 
     def release(self) -> float | None:
-        """Lets pass what is due; returns when the next one is, None where nothing waits."""
+        """Lets all packets pass that are due. Returns the time at which the next one is due, or None.
+
+        The time is one of `time.monotonic`. It is None if no packet waits.
+        """
         last = None
         while self._waiting and self._waiting[0][0] <= time.monotonic():
             last = self._waiting.popleft()[1]
@@ -71,7 +77,7 @@ class Queue:
 
 
 def _numbers(messages: bytes) -> Iterator[int]:
-    """Yields the number of each packet that the messages tell of: the first field of the first attribute."""
+    """Yields the number of the packet in each message: the first field of the first attribute."""
     while len(messages) >= 24:
         length, kind = struct.unpack_from("=IH", messages)
         if kind == _PACKET:

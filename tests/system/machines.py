@@ -1,11 +1,11 @@
-"""Emulated machines: network namespaces on one switch, each with a host name, an address and its own line.
+"""Emulates machines by network namespaces at one switch. Each has a host name, an address and a line.
 
     with emulate(2, folder, rate="1gbit", delay_seconds=0.025) as machines:
         processes = [machines.start(i, ["torchrun", ...], cwd=folder) for i in range(2)]
         machines.kill(1)
 
-They share the disk, as nodes of a cluster do, and nothing else that a network could carry. Linux, as root. A
-rate needs tc, a delay iptables (`tests.system.delay`).
+The machines share the disk, as the nodes of a cluster do. They can communicate only over their network. This
+needs Linux and root. `rate` needs tc. `delay_seconds` needs iptables (`tests.system.delay`).
 """
 
 import contextlib
@@ -33,9 +33,9 @@ exec "$@"
 
 
 def why_not(*, delays: bool = False) -> str:
-    """Returns the reason why this machine cannot emulate others; empty where it can.
+    """Returns the reason why this machine cannot emulate others, "" if it can.
 
-    delays: whether their lines are to have a delay.
+    delays: Whether the emulated lines must have a delay.
     """
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "only root may make network namespaces"
@@ -53,9 +53,10 @@ def why_not(*, delays: bool = False) -> str:
 
 
 class Machines:
-    """Machines node0, node1, ... with the addresses 10.77.0.1, 10.77.0.2, ... on interface eth0.
+    """Machines with the addresses 10.77.0.1, 10.77.0.2, ... on interface eth0, usually node0, node1, ...
 
-    namespaces: the network namespace of each machine.
+    hosts: Host name of each machine. folder: Folder with their /etc/hosts. namespaces: Name of the network
+    namespace of each machine.
     """
 
     def __init__(self, hosts: list[str], folder: Path, namespaces: list[str]):
@@ -64,21 +65,21 @@ class Machines:
         self._started: list[list[subprocess.Popen]] = [[] for _ in hosts]
 
     def command(self, machine: int, words: Sequence[object]) -> list[str]:
-        """Returns the command line that runs these words on a machine."""
+        """Returns the command line that runs the command `words` on a machine. machine: Index, from 0."""
         enter = ["nsenter", f"--net=/run/netns/{self.namespaces[machine]}", "unshare", "--uts", "--mount"]
         return [*enter, "bash", "-c", _ENTER, "-", self._hosts[machine], str(self._folder), *map(str, words)]
 
     def start(self, machine: int, words: Sequence[object], **options) -> subprocess.Popen:
-        """Starts a program there; options are those of subprocess.Popen, whose process is the program's."""
+        """Starts a program on a machine. Returns its process. options: Options of subprocess.Popen."""
         self._started[machine].append(subprocess.Popen(self.command(machine, words), **options))
         return self._started[machine][-1]
 
     def run(self, machine: int, words: Sequence[object], **options) -> subprocess.CompletedProcess:
-        """Runs a program there to its end, and returns what it printed."""
+        """Runs a program on a machine to its end. Returns its exit status and output."""
         return subprocess.run(self.command(machine, words), capture_output=True, text=True, **options)
 
     def kill(self, machine: int) -> None:
-        """Ends every process there by `kill -9`: the machine is gone, and may be started on again."""
+        """Ends every process on a machine with `kill -9`. New programs may be started there afterwards."""
         while _kill_all_in(self.namespaces[machine]):
             while self._started[machine]:
                 self._started[machine].pop().wait()
@@ -94,11 +95,12 @@ def emulate(
     name: str = "node{}",
     domain: str = "local",
 ) -> Iterator[Machines]:
-    """Opens machines; at the end all that still runs on them is killed.
+    """Yields `count` machines. At the end, kills all processes on the machines and removes the machines.
 
-    folder: of their /etc/hosts and the like. rate: of each line, both ways, as tc writes it: "1gbit".
-    delay_seconds: from one machine to another; a round trip has twice that. Its shortest is about 0.1 ms.
-    name: of the hosts, for their numbers; they are known to each other as <name> and <name>.<domain>.
+    folder: Folder for the /etc/hosts of the machines. rate: Rate of each line in both directions, such as
+    "1gbit". delay_seconds: Delay from one machine to another. A round trip takes twice this time, and at
+    least about 0.1 ms. name: Pattern of the host names, with {} for the number of the machine. The machines
+    know each other as <name> and <name>.<domain>.
     """
     _clear_leftovers()
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_emulations)}"
@@ -138,7 +140,7 @@ def emulate(
 
 
 def _clear_leftovers() -> None:
-    """Ends the machines of processes that were killed themselves."""
+    """Removes machines that remain because the process that emulated them was killed."""
     for space in _namespaces():
         prefix, _, rest = space.partition("-")
         if prefix == _PREFIX and not Path("/proc", rest.partition("-")[0]).exists():
@@ -153,7 +155,7 @@ def _namespaces() -> list[str]:
 
 
 def _kill_all_in(space: str) -> bool:
-    """Kills the processes of a namespace; False where there was none."""
+    """Kills the processes of a namespace. Returns whether there were any."""
     pids = subprocess.check_output(["ip", "netns", "pids", space]).split()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -162,7 +164,7 @@ def _kill_all_in(space: str) -> bool:
 
 
 def _queue(namespace: str) -> str:
-    """Makes packets from eth0 wait for a verdict; returns why that cannot be, empty where it can."""
+    """Adds a rule that makes packets from eth0 wait in a queue. Returns an error message, "" on success."""
     if shutil.which("iptables") is None:
         return "iptables not found"
     rule = ["iptables", "-w", "-A", "INPUT", "-i", "eth0", "-j", "NFQUEUE", "--queue-num", "0"]
@@ -172,7 +174,7 @@ def _queue(namespace: str) -> str:
 
 @contextlib.contextmanager
 def _held_back(names: list[str], seconds: float) -> Iterator[None]:
-    """Delays what the machines receive, for as long as the block lasts."""
+    """Delays all packets that the namespaces `names` receive, until the context ends."""
     if reason := next(filter(None, map(_queue, names)), None):
         raise OSError(reason)
     command = [sys.executable, "-c", "from tests.system import delay; delay.main()", str(seconds), *names]

@@ -1,4 +1,4 @@
-"""A Slurm cluster of emulated machines: real daemons, without systemd, cgroups or a database."""
+"""Starts a Slurm cluster on emulated machines: real daemons, without systemd, cgroups or a database."""
 
 import contextlib
 import os
@@ -42,20 +42,23 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 
 
 def why_no_slurm() -> str:
-    """Returns the reason why there can be no cluster here; empty where there can."""
+    """Returns the reason why this machine cannot run a Slurm cluster, "" if it can."""
     missing = [name for name in _NEEDED if shutil.which(name) is None]
     return f"{', '.join(missing)} not found (apt-get install slurm-wlm munge)" if missing else ""
 
 
 class Cluster:
-    """Partitions `main` and, more important, `urgent`, with all machines each; node0 is in charge."""
+    """A Slurm cluster. node0 runs the controller.
+
+    The partitions `main` and `urgent` contain all machines. Jobs in `urgent` preempt jobs in `main`.
+    """
 
     def __init__(self, machines: Machines, folder: Path):
         self._machines, self._folder = machines, folder
         self._environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def start_daemon(self, machine: int, *words: str) -> None:
-        """Starts slurmctld, or slurmd, on a machine."""
+        """Starts the daemon slurmctld or slurmd on a machine. words: Its command line."""
         with (self._folder / f"{words[0]}_{machine}.txt").open("a") as output:
             options = {"env": self._environment, "stdout": output, "stderr": output}
             self._machines.start(machine, [*words, "-D"], **options)
@@ -64,24 +67,27 @@ class Cluster:
         self.start_daemon(machine, "slurmd", "-N", f"node{machine}")
 
     def num_idle(self) -> int:
-        """Returns how many nodes wait for jobs, as far as there is an answer."""
+        """Returns the number of idle nodes. Returns 0 if the controller does not answer."""
         try:
             return int(self.run("sinfo", "-h", "-o", "%D", "-t", "idle", "-p", "main") or 0)
         except AssertionError:
             return 0
 
     def run(self, *words: object, cwd: Path | None = None) -> str:
-        """Runs a command of Slurm on node0; returns what it prints."""
+        """Runs a Slurm command on node0. Returns its output. Raises AssertionError if the command fails."""
         done = self._machines.run(0, words, env=self._environment, cwd=cwd)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
 
     def submit(self, script: Path | str, *words: object, options: Sequence[object] = (), cwd: Path) -> str:
-        """Returns the number of a new job."""
+        """Submits a job with sbatch. Returns the id of the job.
+
+        words: Arguments of the script. options: Options of sbatch.
+        """
         return self.run("sbatch", "--parsable", *options, script, *words, cwd=cwd)
 
     def state(self, job: str) -> str:
-        """Returns what Slurm says of a job: PENDING, RUNNING, COMPLETED, CANCELLED, ..."""
+        """Returns the state of a job: PENDING, RUNNING, COMPLETED, CANCELLED, ..."""
         return self.show(job, "JobState")
 
     def show(self, job: str, key: str) -> str:
@@ -91,7 +97,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def slurm(machines: Machines, folder: Path) -> Iterator[Cluster]:
-    """Opens a cluster, in which every machine is idle; it ends with the machines."""
+    """Yields a cluster of all machines when every node is idle. Its Slurm daemons end with the machines."""
     for name in ("munge", "state", *(f"spool/node{number}" for number in range(machines.count))):
         (folder / name).mkdir(parents=True)
     nodes = (

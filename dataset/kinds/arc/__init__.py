@@ -1,7 +1,8 @@
 """ARC: tasks with a few demonstration pairs and test pairs of colored grids, in square fields.
 
-The rule of a task is only given by its demonstrations. A model learns it as a puzzle embedding. An
-`ArcPuzzle` finds the embedding that was trained on its demonstrations, or provides them to train a new one.
+The rule of a task is only given by its demonstrations. A model learns the rule as a puzzle embedding. An
+`ArcPuzzle` finds the embedding that was trained on the demonstrations of its task. If there is none, it
+provides the demonstrations, so that a new embedding can be trained.
 """
 
 import dataclasses
@@ -94,7 +95,9 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
 def read_puzzles(text: str) -> list[Puzzle]:
     """Reads an ARC task from JSON. Returns one puzzle for each test input.
 
-    text: {"train": [...], "test": [...]}, as in the public files.
+    Raises ValueError if the text is not valid. Test pairs may have no output.
+
+    text: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows.
     """
     task, has_output = parse_puzzle(text)
     return [

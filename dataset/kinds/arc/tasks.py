@@ -2,8 +2,8 @@
 
 A task consists of a few demonstration pairs and test pairs of grids. A grid has 1 to 30 rows of 1 to 30
 cells, with colors 0 to 9. Invariant: every pair of a `Task` has both grids. Only a test output may be
-unknown. It is then a grid without cells. `drop_repeats` returns no two tasks with the same id. Invalid
-content raises ValueError, one line with the file, the task and the reason.
+unknown. An unknown output is a grid without cells. `drop_repeats` returns no two tasks with the same id.
+Invalid content raises a ValueError of one line with the file, the task and the reason.
 """
 
 import dataclasses
@@ -39,7 +39,11 @@ def grid_bytes(grid: np.ndarray) -> bytes:
 
 
 def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
-    """Converts a grid of colors to tokens, uint8 [size * size], as `lay_out` describes."""
+    """Converts a grid of colors to the tokens of a field with the grid at the top left: uint8 [size * size].
+
+    Color c becomes token c + 2. The row below the grid and the column to its right become END (1), if the
+    field has room for them. All other cells become PAD (0).
+    """
     return lay_out(grid, num_rows=size, num_columns=size)
 
 
@@ -85,7 +89,7 @@ class Task:
 
     @property
     def training_pairs(self) -> tuple[Pair, ...]:
-        """The different pairs to train on: the demonstrations and, if not evaluated, the test pairs."""
+        """The different pairs to train on: the demonstrations and, unless `is_evaluated`, the test pairs."""
         pairs = self.train if self.is_evaluated else self.pairs
         return tuple({pair.key: pair for pair in pairs}.values())
 
@@ -109,7 +113,7 @@ class Task:
 
     @property
     def digest(self) -> int:
-        """A hash of the demonstrations, an integer of 64 bits. It does not depend on their order."""
+        """A hash of the demonstrations in any order, an integer of 64 bits."""
         digest = hashlib.blake2b(digest_size=8)
         for key in self.content[0]:
             digest.update(len(key).to_bytes(8, "big") + key)
@@ -121,7 +125,8 @@ def parse_task(
 ) -> Task:
     """Converts the JSON value of an ARC task to a `Task`.
 
-    For a grid of more than 30 rows or columns, the ValueError is a LargerError.
+    Raises ValueError if the content is not valid. If a grid has more than 30 rows or columns, the error is a
+    LargerError.
 
     content: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows. A row
     is a list of colors from 0 to 9. needs_outputs: Whether test pairs must have outputs too.
@@ -136,7 +141,10 @@ def parse_task(
 
 
 def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
-    """Parses the JSON text of an ARC task. Returns (task, whether each test pair has an output)."""
+    """Parses the JSON text of an ARC task. Returns (task, whether each test pair has an output).
+
+    Raises ValueError if the text is not valid. Test pairs may have no output.
+    """
     try:
         content = parse_json(text, where="it")
     except ValueError as error:
@@ -189,9 +197,9 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
     """Returns one task for each task id, sorted by subset and id.
 
-    Of several tasks with the same id, a task of an evaluated subset is returned, so that its test pairs are
-    not trained on. If it has no test outputs, the outputs of another task with this id are added. Raises
-    ValueError if the pairs of tasks with the same id differ.
+    If several tasks have the same id, a task of an evaluated subset is returned, if there is one. So its test
+    pairs are not trained on. If the returned task has no test outputs, those of another task with this id are
+    added. Raises ValueError if the pairs of tasks with the same id differ.
 
     evaluated: Names of the subsets that are evaluated, such as ["evaluation"].
     """
@@ -214,9 +222,10 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def drop_copies(tasks: Sequence[Task]) -> list[Task]:
-    """Removes tasks that have the same pairs as an earlier task, in any order.
+    """Removes repeated tasks among those that are not evaluated: tasks with the same pairs in any order.
 
-    Evaluated tasks stay, because a submission needs an answer to each of them.
+    The first of them stays. All evaluated tasks stay, because a submission needs an answer to each of them. A
+    task that is not evaluated stays even if it has the same pairs as an evaluated one.
     """
     different = {}
     for task in tasks:

@@ -4,8 +4,8 @@ A transform is 11 bytes: a dihedral number, then the new color of each of the 10
 example may also be moved inside their field (translations). `dataset.augmentations` applies both. The name of
 a variant contains its transform: <task>|||t<dihedral number>|||<new colors>.
 
-Two variants are the same puzzle if they have the same pairs, in any order. Invariant: `draw_transforms`
-returns no puzzle twice. Its result depends only on the seed and the id of the task. A larger number of
+Two variants are the same puzzle if they have the same pairs, in any order. Invariant: no two transforms that
+`draw_transforms` returns give the same puzzle. They depend only on the task and the seed. A larger number of
 variants only adds variants.
 """
 
@@ -60,8 +60,8 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
     """Samples transforms that make different variants of a task: uint8 [1 + num_aug, 11].
 
-    The first transform changes nothing. The result has fewer rows if 5 * num_aug random transforms do not
-    give `num_aug` different variants.
+    The first transform changes nothing. If 5 * num_aug random transforms do not give `num_aug` different
+    variants, the result has fewer rows.
     """
     bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
     bits.seek(name_index(task.id))
@@ -73,7 +73,8 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 def dihedral_transforms(task: Task) -> np.ndarray:
     """Returns the transforms that rotate or mirror a task: uint8 [n, 11], n up to 8.
 
-    The first one changes nothing. If several give the same puzzle, only the first of them is returned.
+    The first transform changes nothing. If several transforms give the same puzzle, only the first of them is
+    returned.
     """
     transforms = (bytes((dihedral_index, *IDENTITY[1:])) for dihedral_index in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
@@ -126,8 +127,8 @@ def draw_translations(
     and the output of an example move by the same distance. Both must fit into the field. One random example
     of each variant is not moved.
 
-    task: It determines the random numbers, together with `seed`. pairs: Examples of the task to move.
-    transforms: uint8 [variants, 11]. size: Rows and columns of the field.
+    task, seed: Together, they determine the random numbers. pairs: Examples of the task to move. transforms:
+    Transform of each variant, uint8 [variants, 11]. size: Rows and columns of the field.
     """
     num_puzzles, num_examples = len(transforms), len(pairs)
     width = 1 + 2 * num_examples
@@ -145,8 +146,9 @@ def draw_translations(
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
     """Converts tasks to a `PuzzleSet`. A task is a group.
 
-    tasks: For each task, (pairs, transforms [variants, 11], translations [variants, pairs, 2], puzzle
-    identifiers [variants]). The first transform must change nothing. size: Rows and columns of a field.
+    tasks: For each task, (pairs, transforms uint8 [variants, 11], translations uint8 [variants, pairs, 2],
+    puzzle identifiers int32 [variants]). The first transform of a task must change nothing. size: Rows and
+    columns of a field.
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(task_transforms) for task_transforms in transforms]

@@ -3,7 +3,7 @@
 A graph with n nodes is an n x n grid. Cell (i, j) says whether an edge joins the nodes i and j, and cell
 (i, i) is node i. The answer repeats the edges and has the colors of the nodes. Only the nodes of an answer
 count. Tokens: 0 = pad, 1 = no edge, 2 = edge, 3 = open node, 4 to 6 = the colors. Answers that differ only
-by an exchange of colors are equal. So colors are renamed in order of first use.
+by an exchange of colors count as one answer. To compare answers, colors are renamed in order of first use.
 """
 
 import functools

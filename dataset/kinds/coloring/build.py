@@ -4,7 +4,8 @@ Each edge of a graph exists with the same probability. A group of the training s
 puzzles are the graph with each of its right answers. So an epoch visits each graph once, with a random
 answer. The test split has one example for each graph.
 
-Invariant: no test graph is a training graph. With --split orbits, no test graph with reordered nodes is one.
+Invariant: no test graph is a training graph. With --split orbits, no test graph is a training graph with its
+nodes in another order.
 """
 
 import argparse

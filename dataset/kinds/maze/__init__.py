@@ -1,8 +1,8 @@
 """Square mazes with one start and one goal.
 
-Tokens: 0 = pad, then '#', space, S, G and 'o' (the path) as 1 .. 5. A maze with loops has many shortest
-paths, and its label is one of them. So the metric `exact` measures whether a model has learned the rule that
-selects the label. `valid` and `shortest` measure whether it solves mazes.
+Tokens: 0 = pad, then '#', space, S, G and 'o' (the path) as 1 .. 5. A maze with loops may have many shortest
+paths. The label is one of them. So the metric `exact` measures whether a model has learned the rule that
+selects the label. The metrics `valid` and `shortest` measure whether the model solves mazes.
 """
 
 import itertools
@@ -32,11 +32,10 @@ def _mismatch(metadata: Metadata) -> str | None:
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
     """Checks by the rules whether answers to mazes are right. Returns {check: bool [n]}.
 
-    An answer passes "valid" if it is its maze, unchanged except that the cells of exactly one path from start
-    to goal are marked. It passes "shortest" if this path is also as short as possible.
+    An answer is "valid" if it is its maze with the cells of exactly one path from start to goal marked. A
+    valid answer is "shortest" if no path is shorter.
 
-    inputs: Mazes, tokens [n, seq_len].
-    preds: Answers, in the same form.
+    inputs, preds: Mazes and answers, tokens [n, seq_len].
     """
     is_valid = rules.is_path(inputs, preds)
     path_cells = np.isin(preds, (rules.START, rules.PATH, rules.GOAL)).sum(axis=1)
@@ -46,9 +45,9 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
 def to_cells(text: str) -> str:
     """Converts the text of a maze to a text of its cells, row by row.
 
-    A text of one line is returned unchanged. Otherwise, each line is a row. Open cells are added to rows that
-    are shorter than others, because editors remove spaces at the end of a line. Then walls are added, on the
-    right or below, until the maze is a square.
+    A text of one line is returned unchanged. Otherwise, each line is a row. Open cells are appended to rows
+    that are shorter than others, because editors remove spaces at the end of a line. Then walls are added on
+    the right or below, until the maze is a square.
     """
     rows = text.splitlines()
     if sum(map(bool, rows)) < 2:
@@ -69,7 +68,7 @@ def read_puzzles(text: str) -> list[Puzzle]:
     """Reads a maze from a text: one line for each row, or all rows in one line.
 
     '#', '+', '-' and '|' are walls. Space and '.' are open cells. S is the start. G or E is the goal. Returns
-    a list of one puzzle. Raises ValueError if the maze is not valid.
+    a list that contains only this maze. Raises ValueError if the maze is not valid.
     """
     for row_number, row in enumerate(text.splitlines(), 1):
         if unknown := next((cell for cell in row if TOKEN_OF.get(cell, rules.PATH) == rules.PATH), None):

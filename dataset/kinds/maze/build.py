@@ -1,12 +1,12 @@
 """Builds a maze dataset, from the published CSV files or from mazes generated here.
 
 A CSV file has the columns question and answer. Each contains a square maze, row by row or in lines. '#' is a
-wall, a space is an open cell, S is the start, G is the goal. In the answer, 'o' is a cell of the path. With
---aug, a group of the training split is a maze and its 7 reflections and rotations. Each is a puzzle with one
-example.
+wall, a space is an open cell, S is the start, G is the goal. In the answer, 'o' is a cell of the path. A
+group of the training split is a maze. With --aug, the group also contains the 7 rotated and mirrored variants
+of the maze. Every maze and every variant is a puzzle with one example.
 
-Invariant: every answer is one path from S to G. All mazes have the same size. No variant equals a test maze.
-The same command gives the same bytes on every machine.
+Invariant: every answer is its maze with one path from S to G. All mazes have the same size. No variant equals
+a test maze. The same command gives the same bytes on every machine.
 """
 
 import argparse
@@ -105,7 +105,9 @@ def _read(files: Sequence[Path], *, column_names: str | None) -> list[np.ndarray
     """Reads mazes and answers from CSV files.
 
     Returns tokens, uint8 [n, 2, cells], for each file. Axis 1 is (maze, answer). Warns if an answer is not
-    the shortest path that the public dataset would select (`rules.published_answers`).
+    the shortest path that the published datasets mark (`rules.published_answers`).
+
+    column_names: Value of --columns, such as "quiz,solution". If None, the usual names are searched.
     """
     read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:

@@ -1,10 +1,10 @@
 """The rules of mazes: shortest paths, the labels of the published mazes, random mazes.
 
-A maze is a square of cells, row by row. An answer is the maze with a path on it. Both are tokens, uint8
-[count, cells]. The length of a path is its number of cells, including start and goal.
+A maze is a square of cells, row by row. An answer is the maze with a path on it. Both are tokens, [count,
+cells]. The length of a path is its number of cells, including start and goal.
 
-Mazes are searched in parallel. Each cell has one bit for each maze, so one step in eight mazes takes a few
-operations on bytes. Invariant: random values are a function of (seed, stream, index) (`randomness`).
+Many mazes are searched at once. A byte contains the same cell of eight mazes, so one operation on bytes does
+a step of eight searches. Invariant: random mazes depend only on (seed, stream, index) and their settings.
 """
 
 import math
@@ -23,10 +23,10 @@ _BATCH_CELLS, _BATCH_MAZES = 1 << 20, 1 << 11  # at most; other numbers give oth
 
 
 def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Checks that each answer is its maze with exactly one path: bool [count].
+    """Returns whether each answer is its maze with exactly one path marked: bool [count].
 
-    The path may be longer than the shortest path. But it must not touch itself, because the order of its
-    cells would be ambiguous.
+    The path may be longer than the shortest path. But the path must not touch itself, because the order of
+    its cells would then be ambiguous.
     """
     is_marked = (answers == PATH) | (answers == START) | (answers == GOAL)
     # If all other cells are walls, a shortest path visits every marked cell only if it is the only path.
@@ -35,7 +35,7 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns whether each answer is its maze with any PATH tokens on open cells: bool [count]."""
+    """Returns whether each answer differs from its maze only by PATH tokens on open cells: bool [count]."""
     return ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
 
 
@@ -51,8 +51,8 @@ def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
 def published_answers(mazes: np.ndarray) -> np.ndarray:
     """Returns each maze with the path that the published datasets mark: uint8 [count, cells].
 
-    It is the shortest path that a breadth-first search from the start finds, if it visits neighbors in the
-    order down, left, right, up. Every maze must have a path.
+    A breadth-first search from the start, with neighbors in the order down, left, right, up, finds this
+    shortest path. Every maze must have a path.
     """
     return np.array([_published_answer(maze) for maze in mazes.tolist()], np.uint8)
 
@@ -85,11 +85,11 @@ def _published_answer(maze: list[int]) -> list[int]:
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the cells at distance 0, 1, 2, ... from the starts of many mazes.
 
-    Each item is an array of bits, as `_to_bits` returns it, without the border. The array is reused for the
-    item after next. Ends when no maze has new cells.
+    Each item is uint8 [size, size, ceil(count / 8)], one bit for each cell of each maze. The second item
+    after it overwrites the same memory. Ends when a distance has no cell in any maze.
 
-    is_open, is_start: Whether each cell of each maze is not a wall, and whether it is the start, bool [cells,
-    count].
+    is_open: Whether a cell is not a wall, bool [cells, count]. is_start: Whether it is the start, bool
+    [cells, count].
     """
     front, next_front = _to_bits(is_start), _to_bits(is_start)
     unseen = _to_bits(is_open)[1:-1, 1:-1]
@@ -107,9 +107,9 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _to_bits(cells: np.ndarray) -> np.ndarray:
-    """Packs mazes, bool [cells, count], so that each byte contains one cell of 8 mazes.
+    """Packs mazes, bool [cells, count], so that each byte contains the same cell of 8 mazes.
 
-    Returns uint8 [size + 2, size + 2, ceil(count / 8)]. The border is 0.
+    Returns uint8 [size + 2, size + 2, ceil(count / 8)], with a border of zeros around each maze.
     """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
@@ -128,9 +128,9 @@ def draw_mazes(
 
     Returns tokens, uint8 [n, size * size]. The number n of mazes varies and may be 0.
 
-    seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`. is_perfect: If
-    True, every maze has exactly one path between any two open cells. If False, each cell is a wall with a
-    probability p. p is random for each maze, from 0.3 to 0.5.
+    seed, stream, index: Together, they determine the random numbers. size: Rows and columns of a maze.
+    is_perfect: If True, every maze has exactly one path between any two open cells. If False, each cell is a
+    wall with a probability p. p is random for each maze, from 0.3 to 0.5.
     """
     num_cells = size * size
     count = max(min(_BATCH_CELLS // num_cells, _BATCH_MAZES) // 8 * 8, 8)
@@ -178,10 +178,11 @@ def draw_mazes(
 def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
     """Makes mazes without loops by depth-first search. Returns their open cells, bool [cells, count].
 
-    The search starts at the cell with the largest height. Then it repeatedly opens a neighbor of the current
-    cell that touches no other open cell, the one with the largest height. If there is none, it goes back.
+    The search starts at the cell with the largest height. Each step opens a neighbor of the current cell that
+    touches no other open cell. Of several such neighbors, the search opens the one with the largest height.
+    If there is none, the search returns to the cell opened before.
 
-    heights: Random number of each cell that determines the order, uint16 [cells, count].
+    heights: Random number of each cell, uint16 [cells, count].
     """
     size, count = math.isqrt(len(heights)), heights.shape[1]
     times = np.zeros((size + 2, size + 2, count), np.int32)  # when each cell was dug; 0: a wall

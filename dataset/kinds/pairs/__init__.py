@@ -1,4 +1,4 @@
-"""The kind `pairs`: a task of the user, with grids or texts as input and output, in any symbols."""
+"""The kind `pairs`: tasks of a user. Inputs and outputs are grids or texts with any symbols."""
 
 from pathlib import Path
 

@@ -1,8 +1,9 @@
 """Builds a dataset from pairs of grids or texts, of any task.
 
-`files` describes the files. The vocabulary is all symbols, sorted. Grids lie in a field of the size of the
-largest grid. With rotations, the field is a square. In the training split, a group is a pair and its
-variants. Each is a puzzle with one example. If there are several tasks, each task has a puzzle identifier.
+A source file contains pairs {"input": grid, "output": grid}. The vocabulary consists of all symbols of the
+pairs, sorted. Grids lie in a field that is as large as the largest grid. With --symmetries dihedral, the
+field is a square. A group of the training split consists of a pair and its variants. Each of them is a puzzle
+with one example. If there are several tasks, each task has a puzzle identifier.
 
 Invariant: the training split contains no test puzzle and no variant that equals one, unless the source has
 the puzzle in both splits. The same pairs give the same bytes on every machine.
@@ -122,8 +123,8 @@ def write_pairs(
 ) -> None:
     """Writes a dataset of pairs (input grid, output grid), with training and test split.
 
-    instead: {option: value} to record in manifest.json in place of the passed values. Example: hashes of the
-    source files in place of their paths.
+    options: Parsed command line. builder: Name of the builder. instead: {option: value} to record in
+    manifest.json in place of the passed values. Example: hashes of the source files in place of their paths.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -189,8 +190,11 @@ def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
 def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str, list[Pair]]:
     """Divides pairs into {"train": pairs, "test": pairs}.
 
-    If the pairs have no split, random inputs of each task are selected, and all pairs with these inputs
-    become test pairs. fraction: Fraction of each task's inputs to select. If None, 0.1.
+    If the pairs have no split, random inputs of each task are selected. All pairs with these inputs become
+    test pairs. Raises ValueError if a split would be empty.
+
+    fraction: Fraction of each task's inputs to select, at least one input. If None, 0.1. A task with only one
+    input has no test pair.
     """
     if any(pair.split for pair in pairs):
         if fraction is not None:
@@ -259,7 +263,8 @@ def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
 def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.Namespace) -> np.ndarray:
     """Samples transforms of each pair: uint8 [pairs, 1 + variants, 1 + symbols].
 
-    The first transform of each pair changes nothing.
+    A transform is a dihedral number, then the new index of each symbol. The first transform of each pair
+    changes nothing.
     """
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
@@ -284,8 +289,9 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
 def free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
     """Returns the indices of the symbols that augmentation may exchange: int64 [n].
 
-    fixed: Value of --fixed-symbols, the symbols that must stay. Raises ValueError if one of them is unknown,
-    or if fewer than two symbols may be exchanged.
+    Raises ValueError if a fixed symbol is unknown, or if fewer than two symbols may be exchanged.
+
+    fixed: Value of --fixed-symbols, such as "#.": the symbols that must stay. None if all may be exchanged.
     """
     named = characters(fixed or "")  # as the symbols of the files
     named = "".join(named).split() if vocabulary.parts_by_spaces else named

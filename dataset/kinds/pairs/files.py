@@ -1,14 +1,15 @@
 """Reading pairs from files: JSON lines, a JSON array, CSV, TSV, plain or compressed, parquet, or Excel.
 
-A pair is {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}. task is only needed if
-there are several tasks, split only if the source divides the pairs. A grid is a list of rows. A row is a list
-of symbols (texts or integers), or a text with a character for each symbol. A text with several lines is a
-grid with these rows. Any other text, or a flat list of integers, is a sequence. If every second character of
-all texts with spaces is a space, and no row is a list with a space, spaces separate the symbols. In CSV,
-parquet and Excel, the columns have these names. A cell of CSV or Excel that starts with "[" is a JSON list.
+A pair is {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}. "task" is only needed
+if there are several tasks, "split" only if the source divides the pairs. In CSV, parquet and Excel, the
+columns have these names. A grid is a list of rows. A row is a list of symbols (texts or integers), or a text
+with a character for each symbol. A text with several lines is a grid with these rows. A text of one line, or
+a flat list of integers, is a grid of one row. In texts such as "1 2 3", spaces separate the symbols if all
+texts with spaces have this form, and no list contains a space. A cell of CSV or Excel that starts with "[" is
+a JSON list.
 
-Invariant: both grids of a `Pair` are rectangles of printable symbols. For any other content, ValueError, one
-line with the file, the line and the reason.
+Invariant: both grids of a `Pair` are rectangles of printable symbols. Any other content raises a ValueError
+of one line with the file, the line and the reason.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ class Pair(NamedTuple):
 
     Attributes:
         task: Name of the task, or "".
-        split: "train" or "test". It is "" if the file does not say it.
+        split: "train" or "test", or "" if the source does not divide the pairs.
         where: File and line that contain the pair, for messages.
     """
 
@@ -118,8 +119,9 @@ def _list_endings() -> str:
 def read_pairs(files: Sequence[Path], *, fields: Sequence[str]) -> tuple[list[Pair], list[str]]:
     """Reads all pairs (input grid, output grid) of some files. Returns (pairs, names of unused fields).
 
-    fields: Names of the input field and the output field in the files. Raises ValueError with file and line
-    if a pair is not valid.
+    Raises ValueError with file and line if a pair is not valid.
+
+    fields: Names of the input field and the output field in the files, such as ("question", "answer").
     """
     pairs, others, stems = [], set(), {_stem(path.name) for path in files}
     is_space_listed = False
@@ -196,8 +198,9 @@ def _without_separators(pairs: list[Pair]) -> list[Pair]:
 def parse_pair(row: dict, *, where: str) -> Pair:
     """Converts a dict {"input": ..., "output": ...} from a file to a pair.
 
-    It may also contain "task" and "split". Raises ValueError if it is not valid. where: File and line, to
-    store in the pair.
+    The dict may also contain "task" and "split". Raises ValueError if a value is missing or not valid.
+
+    where: File and line of the dict. The pair stores this text for messages.
     """
     for field in GRIDS:
         if row.get(field) is None:
@@ -254,7 +257,7 @@ def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
     Any other value is returned unchanged. Raises ValueError for a list in another notation, such as "[1 2]".
 
     field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table. If
-    False, the text of a JSON list also raises ValueError, because other files can contain the list itself.
+    False, the text of a JSON list also raises ValueError, because the file could contain the list itself.
     """
     if not isinstance(value, str):
         return value

@@ -1,8 +1,8 @@
 """Builds a dataset from a task of the package reasoning-gym, with grids as puzzles.
 
-Puzzles are generated, converted to pairs, and written by `write_pairs`. Puzzles with several answers are left
-out. Invariant: every input has one right answer and occurs once in a task. So exact accuracy is the fraction
-of solved puzzles.
+The package generates puzzles. The builder converts each puzzle to one or more pairs (input, output), and
+leaves out puzzles with several answers. Invariant: every input has one right answer and occurs once in a
+task. So exact accuracy is the fraction of solved puzzles.
 """
 
 import argparse
@@ -100,7 +100,10 @@ class _List(argparse.Action):
 
 
 def _registry() -> dict[str, tuple[type, type]]:
-    """Returns {task: (class of its dataset, class of its config)} of the package reasoning-gym."""
+    """Returns {task: (class of its dataset, class of its config)} of the package reasoning-gym.
+
+    Raises ValueError if the package is not installed.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the warnings of a package that it imports

@@ -3,7 +3,8 @@
 A group of the training split is an input, and its puzzles are the input with each of its right answers. So an
 epoch visits each input once, with a random answer. The test split has one example for each input.
 
-Invariant: no test input is a training input. With --split orbits, no rotated or mirrored test input is one.
+Invariant: no test input is a training input. With --split orbits, no test input is a rotated or mirrored
+training input.
 """
 
 import argparse

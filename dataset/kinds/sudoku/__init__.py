@@ -74,7 +74,7 @@ class SudokuPuzzle(Puzzle):
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads one or more Sudokus from a text, in any format of `dataset.kinds.sudoku.texts`.
+    """Reads one or more Sudokus from a text: rows of cells, drawings with frames, or one puzzle in each line.
 
     Raises ValueError if a Sudoku is not valid. If there are several, the message contains the line.
     """

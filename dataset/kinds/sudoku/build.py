@@ -1,8 +1,9 @@
 """Builds a Sudoku dataset, from CSV files, from lists of puzzles, or from puzzles generated here.
 
-A CSV file has the columns question and answer, with n * n characters row by row. With --min-difficulty it
-also needs the column rating, a number. A puzzle without an answer is solved. In the training split, a group
-is a puzzle and its variants. Each is a puzzle with one example or, with --easier, two.
+A CSV file has the columns question and answer, with n * n cells row by row. If it has no answers, the builder
+solves the puzzles. With --min-difficulty, a CSV file also needs the column rating, a number. A group of the
+training split consists of a puzzle and its variants. Each of them has one example. With --easier, each has a
+second example with more clues.
 
 Invariant: every answer is valid and agrees with its question. No variant equals a test puzzle. The same
 command gives the same bytes on every machine.
@@ -168,7 +169,8 @@ def _draw(
 def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
     """Returns the inputs of training pairs with random clues added: uint8 [n, cells].
 
-    clues: Minimum and maximum number of clues of a new input. An input that has more clues is not changed.
+    train: Pairs (puzzle, solution), tokens [n, 2, cells]. clues: Minimum and maximum number of clues of a new
+    input. An input that already has more clues is not changed.
     """
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
@@ -183,7 +185,8 @@ def _draw_transforms(
 ) -> np.ndarray:
     """Samples the transforms of each puzzle's variants: uint8 [num_groups, 1 + num_aug, bytes].
 
-    The first transform of each puzzle changes nothing.
+    The first transform of each puzzle changes nothing. num_groups: Number of puzzles. num_examples: Number of
+    examples of each puzzle. Raises ValueError if the split would have too many examples.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
     lines = np.arange(box[0] * box[1])
@@ -236,10 +239,10 @@ def _tables(
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads a CSV file, or a text file with Sudokus. Yields (line numbers, {column: texts}) in chunks.
 
-    If the file contains no answers, there is no column "answer".
+    A chunk of puzzles without answers has no column "answer".
 
-    names: Columns to read, ["question", "answer"] and maybe "rating". column_names: Names of these columns in
-    the CSV file, as the option --columns. None if they are the same.
+    names: Columns to read, ["question", "answer"] and maybe "rating". column_names: Value of --columns: the
+    names of these columns in the CSV file, separated by commas. If None, the usual names are searched.
     """
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)

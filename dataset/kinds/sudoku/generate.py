@@ -1,7 +1,7 @@
 """Generates Sudokus with exactly one solution, makes them harder, and adds clues.
 
-Invariant: random values are a function of (seed, stream, index) (`dataset.randomness`). The order of the work
-does not matter.
+Invariant: the random numbers of a puzzle depend only on (seed, stream, index). So puzzles may be generated in
+any order.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ def generate_puzzle(
 ) -> tuple[list[int], list[int]] | None:
     """Generates a Sudoku with one solution. Returns (puzzle, solution) as digits, 0 for an empty cell.
 
-    The puzzle is minimal: without any one of its clues, it has several solutions. Puzzles larger than 9x9 may
-    have clues that are not needed.
+    If `clues` is None, the puzzle is minimal: without any one of its clues, it has several solutions. Puzzles
+    larger than 9x9 may have clues that are not needed.
 
-    seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`. clues: Allowed
-    numbers of clues. If the minimal puzzle has fewer, random clues are added. If it has more, returns None.
+    seed, stream, index: Together, they determine the random numbers. clues: Allowed numbers of clues. If the
+    minimal puzzle has fewer clues, random clues are added. If it has more, returns None.
     """
     size, num_cells, every_digit = boards_of(box)[:3]
     bits = random_bits(seed, stream=stream, index=index, count=num_cells * (size + 2) + 1)
@@ -70,8 +70,8 @@ def make_harder(
 ) -> list[int] | None:
     """Exchanges random clues of a Sudoku until the solver needs at least `least` guesses.
 
-    Returns the digits of the new puzzle, or None if the search gives up. The puzzle still has exactly one
-    solution, the given one.
+    Returns the digits of the new puzzle, which still has exactly one solution, `grid`. Returns None if 100
+    exchanges in a row do not make the puzzle harder, or if the given puzzle is too hard for the solver.
 
     question: Digits of the puzzle. grid: Digits of its solution. bits: Source of random numbers.
     """
@@ -124,8 +124,8 @@ def with_more_clues(
     Returns None if the puzzle has more clues than the largest number in `clues`.
 
     question: Digits of the puzzle. grid: Digits of its solution. clues: Allowed numbers of clues, such as
-    range(32, 41). One of those that are not smaller than the present number is selected at random. bits:
-    Random integers, uint64 [1 + cells].
+    range(32, 41). One of these numbers is selected at random, but none below the present number of clues.
+    bits: Random integers, uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [count for count in clues if count >= num_clues]

@@ -1,8 +1,8 @@
 """The rules of Sudoku: boxes, solved grids, and a solver that counts its guesses.
 
-A box is `(rows, columns)`; a grid has n = rows * columns digits, n rows, n columns and n boxes: 2x2 boxes
-make a 4x4 grid, 3x3 a 9x9 and 5x5 a 25x25. A grid is a flat array of n * n digits, row by row, 0 = empty. The
-solver works on bitboards: an integer with one bit for each cell, cell 0 the lowest.
+A box is `(rows, columns)`. A grid of such boxes has n = rows * columns digits, n rows, n columns and n boxes.
+Example: boxes of 3x3 cells make a 9x9 grid. A grid is a flat array of n * n digits, row by row. 0 is an empty
+cell. The solver works on bitboards. A bitboard is an integer with one bit for each cell, cell 0 the lowest.
 """
 
 import functools
@@ -28,7 +28,7 @@ class TooHardError(ValueError):
 
 @functools.cache
 def unit_cells(box: Box) -> np.ndarray:
-    """Returns the indices of the cells of each row, then of each column, then of each box: [3 * n, n]."""
+    """Returns the indices of the cells of each row, then of each column, then of each box: int64 [3 n, n]."""
     rows, columns = box
     size = rows * columns
     cells = np.arange(size * size)
@@ -67,7 +67,7 @@ def find_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> tupl
 def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
     """Returns the number of solutions of a Sudoku. Stops counting at `limit`.
 
-    Raises TooHardError after too many guesses.
+    Raises TooHardError after 10,000 guesses.
     """
     return len(find_solutions(question, box=box, limit=limit)[0])
 
@@ -156,11 +156,11 @@ def search_boards(
     Args:
         board: Board with the digits that each cell may hold.
         digit_orders: For each cell, the digits from 0 in the order in which the solver guesses them. If None,
-            it guesses in a fixed order, and may also guess the cell of a digit.
-        unplaced: Cells to solve, as an integer with one bit for each cell. Other cells have one digit, which
-            is already removed from their row, column and box. If None, all cells.
-        guesses: Iterator that gives one item for each allowed guess. Without an item, TooHardError is raised.
-            If None, the number of guesses is not limited.
+            the solver guesses in a fixed order, and may also guess the cell of a digit.
+        unplaced: Cells to solve, as an integer with one bit for each cell. Every other cell has one digit,
+            and the board has this digit in no other cell of its row, column and box. If None, all cells.
+        guesses: Iterator with one item for each allowed guess. If a guess finds no item left, raises
+            TooHardError. If None, the number of guesses is not limited.
     """
     # The solver fills in cells with one possible digit (naked singles), then digits with one possible cell
     # (hidden singles). Then it guesses the digit of a cell with two possible digits. If there is no such

@@ -10,10 +10,11 @@ from dataset.randomness import random_bits, random_orders
 def draw_symmetries(seed: int, *, stream: int, index: int, count: int, box: Box) -> np.ndarray:
     """Samples transforms that exchange rows, columns and digits of a Sudoku and keep it valid.
 
-    If boxes are squares, a transform may also transpose the grid. Returns uint8 [count, 1 + 3 n], for n
-    digits. `dataset.augmentations.sudoku_parts` describes these bytes.
+    Returns uint8 [count, 1 + 3 n], for n digits. The bytes of a transform are: whether it transposes the grid
+    (1), the order of the rows (n), the order of the columns (n), and the new digits of 1 to n (n). Only grids
+    with square boxes are transposed.
 
-    seed, stream, index: Determine the random numbers, as in `dataset.randomness.random_bits`.
+    seed, stream, index: Together, they determine the random numbers.
     """
     rows, columns = box
     size = rows * columns
@@ -33,7 +34,7 @@ def draw_symmetries(seed: int, *, stream: int, index: int, count: int, box: Box)
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
     """Samples orders of rows that keep each band (row of boxes) together: int64 [count, rows].
 
-    Entry i of an order is the number of the row that moves to row i. Columns work the same.
+    Entry i of an order is the number of the row that moves to row i. The function is also used for columns.
 
     blocks: Random integers for the order of the bands, uint64 [count, bands]. in_blocks: Random integers for
     the order of the rows within each band, uint64 [count, bands, rows of a band].

@@ -1,8 +1,8 @@
-"""Reads Sudokus as people write them: rows of cells, drawings with frames, lists with a puzzle a line.
+"""Reads Sudokus as people write them: rows of cells, drawings with frames, lists with one puzzle per line.
 
-The symbols are digits, then letters: 1 to 9 and A to G for a 16x16 grid, 1 to 9 and A to P for 25x25. Also
-accepted are letters only (A is 1), 0 to F, and numbers separated by spaces. An empty cell is one of
-`EMPTY_CELLS`.
+The symbols are digits, then letters: 1 to 9 and A to G for a 16x16 grid, 1 to 9 and A to P for 25x25. Large
+grids may also be written with letters only (A is 1), or with numbers separated by spaces. 16x16 grids may
+also be written with 0 to F. An empty cell is one of `EMPTY_CELLS`.
 """
 
 import math
@@ -63,8 +63,9 @@ def read_grids(text: str) -> list[GridText]:
     """Finds the Sudokus in a text.
 
     The text is one or more grids of several lines each, or a list with a puzzle in every line. Such a line
-    may also contain other fields, such as a number. A full grid after a puzzle becomes its `answer` if it
-    contains all clues of the puzzle. Raises ValueError for JSON, or if a line of a list has no puzzle.
+    may also contain other fields, such as a number. If a full grid follows a puzzle and contains all of its
+    clues, it becomes the `answer` of the puzzle. Raises ValueError for JSON, or if a line of a list has no
+    puzzle. Only the first line may have none, because it may contain the names of columns.
     """
     if "{" in text:
         raise ValueError("it is not a list of puzzles with a character for each cell")
@@ -98,9 +99,9 @@ def read_grids(text: str) -> list[GridText]:
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Yields (line number, line) for the lines that contain cells of a puzzle.
 
-    Leaves out comments after "#" and titles such as "Grid 01". A line such as [Puzzle] is a heading. Of the
-    lines after headings, only those after [Puzzle] and [State] are yielded. The lines after [State] contain
-    the solution. They are yielded last, and only if they have no empty cell.
+    Leaves out comments after "#" and titles such as "Grid 01". A line such as [Puzzle] is a heading. After a
+    heading other than [Puzzle] and [State], all lines up to the next heading are left out. The lines after
+    [State] contain the solution. They are yielded last, and only if they have no empty cell.
     """
     section, state = "puzzle", []
     for line_number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
