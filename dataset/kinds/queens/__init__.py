@@ -17,7 +17,7 @@ SIZES = range(4, 11)  # 10x10 boards have 126,700 pairs of an input and an answe
 EMPTY, QUEEN = 1, 2  # tokens
 VOCAB_SIZE = 3
 _SYMBOLS = "_.Q"
-_REMOVED = (1, 2, 3)  # numbers of queens that are left on the board
+_GIVEN = (1, 2, 3)  # numbers of queens that are left on the board
 
 
 def _mismatch(metadata: Metadata) -> str | None:
@@ -50,7 +50,7 @@ def all_inputs(size: int) -> np.ndarray:
     solutions = all_solutions(size)
     cells = (solutions == QUEEN).nonzero()[1].reshape(-1, size)
     parts = []
-    for count in _REMOVED:
+    for count in _GIVEN:
         for chosen in itertools.combinations(range(size), count):
             boards = np.full_like(solutions, EMPTY)
             np.put_along_axis(boards, cells[:, chosen], QUEEN, axis=1)
