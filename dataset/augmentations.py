@@ -74,12 +74,9 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def rename_by_first_use(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
-    """Renames some tokens of each row, so that their first uses are in the order of `free`.
+    """Renames the tokens `free` of each row in the order of their first use, as free[0], free[1], ...
 
-    Of the tokens `free`, the one that a row uses first becomes free[0], the next one becomes free[1], and so
-    on. Other tokens stay. Example: with free=[2, 3, 4], the row 4 9 2 4 becomes 2 9 3 2.
-
-    tokens: [n, length].
+    Other tokens stay. Example: with free=[2, 3, 4], the row 4 9 2 4 becomes 2 9 3 2. tokens: [n, length].
     """
     if not len(free):
         return tokens

@@ -209,12 +209,11 @@ class Vocabulary:
         return any(len(characters(symbol)) > 1 for symbol in self.symbols)
 
     def parse(self, text: str) -> list[list[str]]:
-        """Converts a text to a grid.
+        """Converts a text to a grid. Each line is a row.
 
-        Each line is a row. If some symbol has several characters, spaces separate the symbols of a row. If
-        every symbol has one character and none is a space, spaces separate rows, as line breaks do. Raises
-        ValueError if the grid is empty, has an unknown symbol or rows of unequal length, or is larger than
-        the token array.
+        If some symbol has several characters, spaces separate the symbols of a row. If every symbol has one
+        character and none is a space, spaces separate rows, as line breaks do. Raises ValueError if the grid
+        is empty, has an unknown symbol or rows of unequal length, or is larger than the token array.
         """
         text = "".join(characters(text))  # normalized, as the symbols are
         lines = text.strip("\r\n").splitlines()
