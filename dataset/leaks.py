@@ -28,8 +28,8 @@ class Leaked(NamedTuple):
         exact: Number of test puzzles that are equal to a training puzzle.
         symmetric: Number of test puzzles that are equal to a training puzzle or to a transformed training
             puzzle, such as a rotated one. None if the transforms of this kind of puzzle are not known.
-        at_most: Upper bound of `symmetric`. It also counts the test puzzles whose comparison reached a limit:
-            16 training puzzles with the same hash, or 20,000 steps for one of them.
+        at_most: Upper bound of `symmetric`. It also counts a test puzzle without a match if its comparison
+            reached a limit: 16 training puzzles with the same hash, or 20,000 steps for one of them.
     """
 
     name: str
@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_leaked(folders: Sequence[Path]) -> Iterator[Leaked]:
-    """Compares the test puzzles of each folder with the training puzzles of all. Yields a result for each
-    set.
+    """Compares the test puzzles of each folder with the training puzzles of all folders.
 
-    Raises ValueError if a folder is not a dataset, or if the folders have different kinds of puzzles.
-    Datasets with their own symbols must also have equal symbols and token arrays of equal size.
+    Yields a result for each test set. Raises ValueError if a folder is not a dataset, or if the folders have
+    different kinds of puzzles. If the datasets define their own symbols, the symbols and the sizes of the
+    token arrays must also be equal.
     """
     opened = [open_dataset(folder, read_everything=False) for folder in folders]
     infos = [read_info(data.folders, data.metadata) for data in opened]

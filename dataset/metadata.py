@@ -180,7 +180,10 @@ class Dataset:
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name in this dataset of the test set `set_name` of a folder."""
+        """Returns the name in this dataset of the test set `set_name` of a folder.
+
+        The name is different only in a mixture of folders: "arc.all" for the set "all" of the folder "arc".
+        """
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
 
