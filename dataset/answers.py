@@ -1,7 +1,8 @@
 """The right answers of training examples, for models that train on several (LDT with arch.num_answers).
 
-A dataset has one example for each pair of an input and an answer. The answers of an example are the distinct
-labels of all examples of its group that have the same input. A group is a puzzle with its augmented copies.
+If a puzzle has several right answers, the dataset has one example for each of them, and these examples are in
+one group. So the answers of an example are the distinct labels of all examples of its group that have the
+same input.
 """
 
 import numpy as np
@@ -24,10 +25,11 @@ def read_answers(
     """Returns up to `num_answers` right answers of each example: int32 [n, num_answers, seq_len].
 
     The first answer is the label of the example. If there are more than `num_answers` - 1 others, a random
-    selection of them is returned. It depends only on the seed and the example. Unused entries are
-    IGNORE_LABEL_ID.
+    selection of them is returned. The selection depends only on the seed and the index of the example. Unused
+    entries are IGNORE_LABEL_ID.
 
-    rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
+    rows: Indices of the examples in the set, int64 [n]. puzzles: Index in the set of the puzzle of each
+    example, int64 [n].
     """
     inputs, labels = puzzle_set.read(rows, puzzles)
     answers = np.full((len(rows), num_answers, inputs.shape[1]), IGNORE_LABEL_ID, np.int32)

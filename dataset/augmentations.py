@@ -1,11 +1,12 @@
 """Augmentations: families of transforms that turn a puzzle and its answer into another valid puzzle.
 
-A dataset may contain every variant of its puzzles, as the public tools write it. Or it contains only the
-originals and, for each variant, a transform of a few bytes. The loader then makes the variants of a batch
-when it reads the batch. `AUGMENTATIONS` maps the names in `dataset.json` to families. The package or the
-plugin of a kind may add one family under the name of the kind.
+A dataset has one of two forms. Either it contains the tokens of all variants, as the public HRM and TRM tools
+write them. Or it contains only the tokens of the originals, and a transform of a few bytes for each variant.
+The loader then computes the variants of a batch when it reads the batch. `AUGMENTATIONS` maps the names in
+`dataset.json` to families. The package or the plugin of a kind of puzzle may add one family, under the name
+of the kind.
 
-Invariant: a transform is a bijection on grids. It is the same for the input and the label of an example.
+Invariant: a transform is a bijection on grids. The input and the label of an example get the same transform.
 """
 
 import functools
@@ -73,9 +74,9 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def rename_by_first_use(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
-    """Renames the tokens `free` of each row in the order in which they occur, as free[0], free[1], ...
+    """Renames the tokens `free` of each row in the order of their first use, as free[0], free[1], ...
 
-    tokens: [n, length]. Tokens that are not in `free` stay.
+    Other tokens stay. Example: with free=[2, 3, 4], the row 4 9 2 4 becomes 2 9 3 2. tokens: [n, length].
     """
     if not len(free):
         return tokens
@@ -123,7 +124,7 @@ def _dihedral_cells(size: int) -> np.ndarray:
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
     """Splits the bytes of Sudoku transforms into their four parts, as numpy views.
 
-    - whether the grid is transposed, 0 or 1 [count, 1]
+    - whether the permuted grid is then transposed, 0 or 1 [count, 1]
     - the original row (from 0) at each row of the permuted grid, [count, n]
     - the original column (from 0) at each column of the permuted grid, [count, n]
     - the new digit of each digit from 1 to n, [count, n]
@@ -254,8 +255,8 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 def find_augmentation(name: str | None) -> Augmentation | None:
     """Returns the family of transforms with this name, such as "sudoku".
 
-    Returns None if it does not exist, or if `name` is None. Imports the kind of puzzle with this name if it
-    may add the family.
+    Returns None if no family has this name, or if `name` is None. If `name` is not in `AUGMENTATIONS`, first
+    imports the kind of puzzle with this name, because importing a kind may add its family.
     """
     if name is not None and name not in AUGMENTATIONS:
         kinds = pkgutil.iter_modules([str(Path(__file__).with_name("kinds"))])

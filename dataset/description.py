@@ -53,10 +53,11 @@ class DatasetInfo:
     def labels_for(self, inputs: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
         """Returns the labels to compare answers with: tokens [n, seq_len].
 
-        If a puzzle has several right answers, and the answer is one of them, its label is replaced by the
-        answer. A label without a scored cell stays as it is.
+        Some kinds of puzzles, such as coloring, have several right answers. If the rules of such a kind
+        accept an answer, the answer replaces the label. Other labels stay, and so does a label without a
+        scored cell.
 
-        inputs, labels, answers: Tokens [n, seq_len]. A cell with IGNORE_LABEL_ID is not scored.
+        inputs, labels, answers: Tokens [n, seq_len]. A cell with the label IGNORE_LABEL_ID is not scored.
         """
         if self.kind is None or self.kind.accepts is None:
             return labels
@@ -85,8 +86,9 @@ class DatasetInfo:
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
     """Returns the description of a dataset that consists of one or more folders.
 
-    Each folder names the command of `python -m dataset.build` that created it, such as "sudoku". If all names
-    are equal, the description contains this name as `builder`. Otherwise, `builder` is None.
+    The file manifest.json of a folder names the command of `python -m dataset.build` that created it, such as
+    "sudoku". If all folders name the same command, the description contains this name as `builder`.
+    Otherwise, `builder` is None.
 
     metadata: Properties of the whole dataset, such as its vocabulary size.
     """
@@ -95,14 +97,15 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Returns a copy of a dataset with more metadata of its training split.
+    """Returns a copy of a dataset with more metadata of its training split, which the model LDT needs.
 
-    The model LDT needs them. Reads all training puzzles, without augmented copies. If some training puzzle of
-    a folder has several right answers, reads all examples of this folder. These fields of the metadata are
-    set:
+    Reads the originals of all training puzzles. If the manifest of a folder says that training puzzles have
+    several right answers, reads all training examples of this folder instead. Sets these fields of the
+    metadata:
 
-    - `candidates`: input * vocab_size + label for each pair (input token, label) that occurs in a puzzle,
-      ascending. The label of an unscored cell, such as the padding beside a small grid, is its input.
+    - `candidates`: input * vocab_size + label for each pair (input token, label) that occurs in a cell,
+      ascending. For an unscored cell, such as the padding beside a small grid, the input stands in for the
+      label. Examples without a scored cell are left out.
     - `may_turn`: whether every rotated or mirrored puzzle is valid
     - `may_permute`: whether a puzzle stays valid under every permutation of its symbols
     """
@@ -129,7 +132,7 @@ def with_candidates(data: Dataset) -> Dataset:
 
 
 def read_names(folder: Path) -> list[str]:
-    """Returns the names of the puzzles of a dataset folder, by puzzle identifier.
+    """Returns the names of the puzzles of a dataset folder, in the order of the puzzle identifiers.
 
     Example: ["<blank>", "0a938d79"]. Returns [] if the file identifiers.json is missing or does not contain a
     list.
@@ -142,7 +145,10 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Returns `read_names(folder)`. Raises ValueError if a puzzle identifier has no name."""
+    """Returns the name of each puzzle identifier of a dataset folder, in order.
+
+    Raises ValueError if identifiers.json does not contain exactly one name for each identifier.
+    """
     names, num = read_names(folder), metadata.num_puzzle_identifiers
     if len(names) != num:
         path = folder / IDENTIFIERS
@@ -203,9 +209,11 @@ class Vocabulary:
         return any(len(characters(symbol)) > 1 for symbol in self.symbols)
 
     def parse(self, text: str) -> list[list[str]]:
-        """Converts a text to a grid. Raises ValueError as `tokens_of` does.
+        """Converts a text to a grid. Each line is a row.
 
-        If no symbol has several characters and none is a space, spaces separate rows, as line breaks do.
+        If some symbol has several characters, spaces separate the symbols of a row. If every symbol has one
+        character and none is a space, spaces separate rows, as line breaks do. Raises ValueError if the grid
+        is empty, has an unknown symbol or rows of unequal length, or is larger than the token array.
         """
         text = "".join(characters(text))  # normalized, as the symbols are
         lines = text.strip("\r\n").splitlines()
@@ -220,10 +228,11 @@ class Vocabulary:
         return FieldPuzzle(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
 
     def tokens_of(self, grid: Grid) -> np.ndarray:
-        """Converts a grid of symbols to tokens: uint8 [seq_len]. `lay_out` describes the result.
+        """Converts a grid of symbols to tokens: uint8 [seq_len].
 
-        Raises ValueError if the grid has an unknown symbol or rows of unequal length, or is larger than the
-        token array.
+        The grid is at the top left of the token array. The row below it and the column to its right become
+        token 1 if the array has room for them. All other cells become token 0 (padding). Raises ValueError if
+        the grid is empty, has an unknown symbol or rows of unequal length, or is larger than the token array.
         """
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
@@ -240,7 +249,8 @@ class Vocabulary:
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the indices of the cells of the grid in a token array [seq_len]: int64 [rows, columns].
 
-        The first row and the first column of the grid end at the first token that is not a symbol.
+        The grid starts at the top left. Its first row and its first column end before the first token that is
+        not a symbol (padding or an end mark).
         """
         field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
         lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
@@ -278,7 +288,8 @@ class FieldPuzzle(Puzzle):
 def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
     """Returns (number of rows, number of columns) of a grid.
 
-    Raises ValueError if the grid is empty, or if its rows have different lengths. The message names `name`.
+    Raises ValueError if the grid is empty, or if its rows have different lengths. name: What the message
+    calls the grid.
     """
     lengths = [len(row) for row in rows]
     if not lengths or not lengths[0]:

@@ -28,10 +28,11 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
     """Returns which cells of a token array [seq_len] to draw, as indices: int64 [rows, columns].
 
-    If a grid may be smaller than the array, as in ARC, they are the rectangle that contains the grid.
+    If grids may be smaller than the token array, as in ARC, only the rectangle that contains the grid is
+    drawn. Otherwise, all cells are drawn.
 
-    frame: Another array, [seq_len], such as the right answer. If given, the rectangle contains the grid in
-    `frame` and the end marks below it and to its right. The grid in `tokens` has no effect.
+    frame: Other tokens, [seq_len], such as the right answer. If given, the rectangle contains the grid in
+    `frame` and the end marks below it and to its right. The grid in `tokens` then has no effect.
     """
     cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
     if style.first_of_field is None:
@@ -47,7 +48,10 @@ def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
 
 
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
-    """Returns the number of each cell's region, row by row. None if such grids have no regions."""
+    """Returns the number of each cell's region, such as a box of a Sudoku, row by row.
+
+    Returns None if grids of `num_cells` cells have no regions.
+    """
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)
 
@@ -57,7 +61,7 @@ def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.nda
 
     Returns None if the grid has no regions, or if all regions are rectangles, such as the boxes of a Sudoku.
 
-    cells: Indices of the drawn cells, [rows, columns].
+    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of cells of the whole grid.
     """
     numbers = np.array(regions_of(style, num_cells) or [0] * num_cells)
     grid = to_grid(numbers, num_columns=style.num_columns)
@@ -93,9 +97,10 @@ def draw(
 ) -> list[str]:
     """Draws a grid for a terminal. Returns lines of text: the title, then the rows.
 
-    tokens: The grid, [seq_len]. color: Whether to use ANSI color codes. frame: As in `cells_of`. is_new:
-    Cells to draw in green if `style.marks_new`, bool [seq_len]. is_wrong: Cells to draw white on red,
-    followed by an x, bool [seq_len].
+    tokens: The grid, [seq_len]. color: Whether to use ANSI color codes. frame: Tokens of the right answer,
+    [seq_len]. If given, the drawing has the size of the grid in `frame`, with its end marks. is_new: Cells to
+    draw in green, bool [seq_len]. It has no effect unless `style.marks_new`. is_wrong: Cells to draw white on
+    red, followed by an x, bool [seq_len].
     """
     cells = cells_of(style, tokens, frame=frame)
 
@@ -124,12 +129,12 @@ def draw_cells(
 ) -> list[str]:
     """Draws a table of texts for a terminal, with columns of equal width.
 
-    Returns lines of text: the title, then the rows. If `regions` is given, lines with the borders of regions
-    are between the rows.
+    Returns lines of text: the title, then the rows. With `regions`, lines between the rows show the borders
+    of the regions.
 
-    texts: [rows, columns]. styles: ANSI code of each cell, such as "32" for green, or "". gap: Text between
-    the cells of a row. It is not used with `regions`. color: Whether to use the ANSI codes. marks: Text after
-    each cell, in the same color. regions: Number of each cell's region, [rows, columns].
+    texts: Text of each cell, [rows, columns]. styles: ANSI code of each cell, such as "32" for green, or "".
+    gap: Text between the cells of a row. It is not used with `regions`. color: Whether to use the ANSI codes.
+    marks: Text after each cell, in the same color. regions: Number of each cell's region, [rows, columns].
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
@@ -201,8 +206,9 @@ class Paint(NamedTuple):
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
     """Returns the appearance of a cell in an SVG.
 
-    is_clue: Whether the cell is given by the puzzle. doubt: How unsure the model is about the cell, from 0
-    (sure) to 1. It changes the opacity of the background, except for clues that have no color in `style`.
+    is_clue: Whether the puzzle gives the cell. doubt: How unsure the model is about the cell, from 0 (sure)
+    to 1. The doubt sets the opacity of the background. For a clue without a color in `style`, it has no
+    effect.
     """
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))

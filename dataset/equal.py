@@ -1,14 +1,16 @@
-"""Equal examples: whether two examples, also of different datasets, are the same puzzle.
+"""Finds examples, also of different datasets, that are the same puzzle. It compares hashes of 8 bytes.
 
-An example is identified by a hash of 8 bytes. The hash depends on the tokens of the input, but not on their
-dtype. If a dataset has several puzzle identifiers, such as the tasks of a pairs dataset, it also depends on
-the name of the identifier. In ARC, it depends on the grids of input and answer, but not on the task or on the
-positions of the grids in the field. A test pair must not be trained on. A demonstration may be trained on.
+The hash of an example depends on the tokens of the input, but not on their dtype or on the label. If a
+dataset has several puzzle identifiers, such as the tasks of a pairs dataset, the hash also depends on the
+name of the identifier.
+
+In ARC, the hash depends on the grids of input and answer, but not on the task or on the positions of the
+grids in the field. A model may train on the demonstrations of a test task, but not on its test pairs.
 
 Only the examples of originals, the first puzzles of the groups, have hashes. Their variants are not read.
 
-Checkpoints contain hashes (`Trained`). Checkpoints of earlier versions become useless for comparisons if the
-hash changes.
+Checkpoints contain hashes (`Trained`). If the hash function changes, the hashes in earlier checkpoints become
+useless.
 """
 
 import dataclasses
@@ -38,7 +40,7 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 
 
 def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequence[Path]) -> np.ndarray:
-    """Returns a hash of each example that is not an augmented copy: uint64 [n].
+    """Returns a hash of each example of the originals, in the order of the set: uint64 [n].
 
     split: "train" or "test". folders: All folders of the dataset.
     """
@@ -138,7 +140,7 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
 
 
 def hash_training(data: Dataset) -> dict[str, np.ndarray]:
-    """Returns {name of the training set: `hash_examples` of it, uint64 [n]}."""
+    """Returns the hash of each example of the originals: {name of the training set: uint64 [n]}."""
     sets = data.splits["train"].sets
     return {name: hash_examples(training_set, "train", data.folders) for name, training_set in sets.items()}
 
@@ -148,9 +150,9 @@ def join_repeats(
 ) -> dict[str, np.ndarray]:
     """Returns a copy of `held_out` in which groups with equal examples have equal values.
 
-    This prevents training on an example that is also used for validation. If an example occurs in several
-    groups, these groups are connected, also through other groups. All connected groups get the value of the
-    first of them.
+    This prevents training on an example that is also used for validation. Example: if group 0 has an example
+    in common with group 2, and group 2 has another one in common with group 5, all three get the value of
+    group 0, the first of them.
 
     hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
     that are held out for validation.
@@ -179,7 +181,7 @@ def trained_in_folders(
     """Returns the hashes of the examples that are trained on: {index of the dataset folder: uint64 [n]}.
 
     hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
-    that are not trained on. Missing sets are trained on completely.
+    that are not trained on. A set that is not in `held_out` is trained on completely.
     """
     found: dict[int, list[np.ndarray]] = {folder: [] for folder in range(len(data.folders))}
     for name, training_set in data.splits["train"].sets.items():
@@ -213,12 +215,15 @@ class Trained:
 
     @staticmethod
     def of(hashes: Sequence[np.ndarray], *, is_complete: bool = True) -> "Trained":
-        """Creates a `Trained` from arrays of hashes, uint64 [n] each, without repeats and `UNKNOWN`."""
+        """Creates a `Trained` from arrays of hashes, uint64 [n] each. Leaves out repeats and `UNKNOWN`."""
         found = np.sort(np.concatenate([np.zeros(1, np.uint64), *hashes]))  # UNKNOWN is always the first
         return Trained(found[1:][found[1:] != found[:-1]], is_complete=is_complete)
 
     def sample(self, rate: float) -> "Trained":
-        """Returns a `Trained` that contains at most about the fraction `rate` of all examples."""
+        """Returns a `Trained` that stores only about the fraction `rate` of all examples.
+
+        If `self.rate` is not greater than `rate`, returns `self`. rate: Power of 2, such as 0.5.
+        """
         if rate >= self.rate:
             return self
         return dataclasses.replace(self, hashes=self.hashes[self.hashes < _limit(rate)], rate=rate)
@@ -226,8 +231,9 @@ class Trained:
     def join(self, other: "Trained | None") -> "Trained":
         """Returns a `Trained` with the training examples of both `self` and `other`.
 
-        The result has the smaller `rate` of the two. If `self` already stores all that `other` has, returns
-        `self`.
+        The result has the smaller `rate` of the two. It is complete if both are complete. If `other` is None,
+        returns `self`. Also returns `self` if its rate is 1, `other` is complete, and `self` contains all
+        hashes that `other` stores.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self

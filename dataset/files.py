@@ -83,9 +83,10 @@ def read_builder(folder: Path) -> dict[str, Any] | None:
 
 
 def splits_with_several_solutions(folder: Path) -> list[str]:
-    """Returns the splits that contain puzzles with several solutions, such as ["train"].
+    """Returns the splits in which the builder found puzzles with several solutions, such as ["train"].
 
-    Reads the file manifest.json in the folder. Returns [] if the file is missing or lists no splits.
+    Reads the file manifest.json in the folder. Returns [] if the file is missing or lists no splits. The
+    builder of a Sudoku dataset checks only a sample of the puzzles.
     """
     try:
         found = read_json(folder / MANIFEST)["several_solutions"]
@@ -195,7 +196,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
     Inputs must be from 0 to vocab_size - 1. Labels must be in the same range, or equal to `ignore_label_id`.
     A training split must have at least one label that is not `ignore_label_id`. Transforms must be valid.
 
-    folder, split: Names for the error message.
+    folder: Dataset folder, for the error message. split: "train" or "test".
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     has_labels = split != "train"

@@ -1,8 +1,8 @@
-"""Identities of puzzle identifiers: which identifiers of two datasets are the same puzzle.
+"""Identities of puzzle embeddings: which puzzle identifiers of two datasets stand for the same puzzle.
 
-An identity is the name of an identifier, and the digest of its task if the builder knows the task. With
-several dataset folders, the name of the folder belongs to it. A run stores the identities of its puzzle
-embeddings, because the number of an identifier means another puzzle in another dataset.
+A puzzle identifier is a number that stands for other puzzles in other datasets. So a run also stores the
+identity of each puzzle: its name, and a digest (hash) of its ARC task if the builder knows the task. With
+several dataset folders, the name of the folder is part of the identity.
 """
 
 import dataclasses
@@ -89,9 +89,10 @@ class Identities:
     def match(self, data: "Identities") -> Match | None:
         """Finds the puzzle embeddings of a model that belong to the puzzles of a dataset.
 
-        `self` describes the training data of the model, and `data` describes the dataset. Puzzles are matched
-        by name, with the name of the folder if one of them has several folders. Returns None if some puzzle
-        identifiers have no names.
+        `self` describes the training data of the model, and `data` describes the dataset. Puzzles with equal
+        names match, unless they are ARC tasks with different grids. If the model or the dataset has several
+        folders, the name of the folder is part of each name. Returns None if some puzzle identifiers have no
+        names.
         """
         with_folders = len(self.folders) > 1 or len(data.folders) > 1
         known, data_keys = (identities.keys(with_folders=with_folders) for identities in (self, data))

@@ -1,4 +1,4 @@
-"""Counts the test puzzles of datasets that are training puzzles, exactly and up to symmetry.
+"""Counts the test puzzles of datasets that are also training puzzles, unchanged or transformed.
 
 python -m dataset.leaks data/demo
 python -m dataset.leaks data/easy data/hard
@@ -21,15 +21,15 @@ _MOST_CANDIDATES = 16  # training puzzles with the same hash that are searched f
 
 
 class Leaked(NamedTuple):
-    """Number of puzzles in one test set that are also training puzzles. Variants are not compared.
+    """Number of puzzles in one test set that are also training puzzles. Only originals are compared.
 
     Attributes:
         name: Dataset folder and name of the test set.
         exact: Number of test puzzles that are equal to a training puzzle.
         symmetric: Number of test puzzles that are equal to a training puzzle or to a transformed training
             puzzle, such as a rotated one. None if the transforms of this kind of puzzle are not known.
-        at_most: Upper bound of `symmetric`. It also counts the test puzzles for which the comparison found no
-            answer, because it compares a test puzzle with only a few training puzzles, in few steps.
+        at_most: Upper bound of `symmetric`. It also counts a test puzzle without a match if its comparison
+            reached a limit: 16 training puzzles with the same hash, or 20,000 steps for one of them.
     """
 
     name: str
@@ -56,10 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_leaked(folders: Sequence[Path]) -> Iterator[Leaked]:
-    """Compares the test puzzles of each folder with the training puzzles of all. Yields a result for a set.
+    """Compares the test puzzles of each folder with the training puzzles of all folders.
 
-    Raises ValueError if a folder is not a dataset, or if the folders have different kinds of puzzles, symbols
-    or sizes of the token array.
+    Yields a result for each test set. Raises ValueError if a folder is not a dataset, or if the folders have
+    different kinds of puzzles. If the datasets define their own symbols, the symbols and the sizes of the
+    token arrays must also be equal.
     """
     opened = [open_dataset(folder, read_everything=False) for folder in folders]
     infos = [read_info(data.folders, data.metadata) for data in opened]

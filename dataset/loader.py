@@ -1,4 +1,4 @@
-"""Batches of tensors: this rank's slice of each global batch of a plan. A thread reads ahead."""
+"""Reads the batches of a plan as tensors. Each rank reads its slice of every global batch, in a thread."""
 
 import contextlib
 import queue
@@ -22,15 +22,15 @@ _END_SECONDS = 5.0  # maximum wait for a read in progress
 class Batch(NamedTuple):
     """A batch of examples as tensors. With several ranks, this rank's part of the batch.
 
-    The state of a model between two steps (the carry) also contains a `Batch`, without `answers`.
+    The carry, the state of a model between two steps, also contains a `Batch`. Its `answers` is None.
 
     Attributes:
         inputs: Tokens, int32 [batch, seq_len].
         labels: Right answers, int32 [batch, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
         puzzle_identifiers: int32 [batch], number of each example's puzzle embedding.
         rows: int64 [batch], index of each example in its set of puzzles. -1 for padding.
-        answers: int32 [batch, answers, seq_len], several right answers of each example. None, except for
-            training with arch.num_answers > 1.
+        answers: int32 [batch, answers, seq_len], several right answers of each example. None unless a run
+            trains with arch.num_answers > 1.
     """
 
     inputs: torch.Tensor
@@ -51,7 +51,10 @@ class Batch(NamedTuple):
         return Batch(*(None if tensor is None else function(tensor) for tensor in self))
 
     def select(self, slots: slice | torch.Tensor) -> "Batch":
-        """Returns some of the examples. slots: Slice, positions, int64 [n], or mask, bool [batch]."""
+        """Returns a batch with some of the examples.
+
+        slots: A slice, positions (int64 [n]) or a mask (bool [batch]).
+        """
         return self.map(lambda tensor: tensor[slots])
 
     @staticmethod
@@ -60,18 +63,20 @@ class Batch(NamedTuple):
 
 
 class PuzzleDataset:
-    """Iterable over the batches of one rank.
+    """Iterable over one rank's parts of the batches of a plan.
 
     Yields tuples (name of the set, `Batch`). Each rank gets ceil(global_batch_size / world_size) consecutive
-    examples of every batch. The last ranks may get fewer. In an evaluation, missing examples are replaced by
-    padding. Only one thread at a time may iterate.
+    examples of every batch. The last ranks may get fewer or none. In an evaluation, padding replaces the
+    missing examples. Only one thread at a time may iterate.
 
     Args:
         split: "train" or "test".
         plan: The examples of each batch.
+        rank: Index of this rank in the group of ranks that divides the global batch.
+        world_size: Number of ranks in this group.
         first_step: Number of batches to skip.
         num_answers: If greater than 1, `Batch.answers` contains up to this number of right answers of each
-            example. If 1, it is None.
+            example. If 1, `Batch.answers` is None.
         seed: If an example has more answers than `num_answers`, the seed selects some of them.
     """
 
@@ -155,7 +160,7 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
     """Context manager that yields an iterator over the batches of `dataset`. A thread reads 8 batches ahead.
 
     For a CUDA device, the batches are in pinned memory. If the thread raises an error, the iterator yields
-    the batches before it, then raises the error. The end of the `with` block takes at most 5 s.
+    the batches before it, then raises the error. At its end, the `with` block waits up to 5 s for the thread.
     """
     batches: queue.SimpleQueue[tuple[str, Batch] | BaseException | None] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(_BATCHES_AHEAD), threading.Event()
@@ -195,12 +200,12 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
 def choose_rows(
     puzzle_set: PuzzleSet | ConcatenatedSet, count: int, puzzles: np.ndarray | None = None
 ) -> np.ndarray:
-    """Selects up to `count` examples of a set, evenly spaced. Augmented copies are left out.
+    """Selects up to `count` examples of a set, evenly spaced.
 
-    Returns the indices of the examples, int64, ascending.
+    Augmented copies are left out. If `puzzles` contains only augmented copies, they are not left out. Returns
+    the indices of the examples, int64, ascending.
 
-    puzzles: Indices of the puzzles to choose from, int64 [n]. If all of them are augmented copies, chooses
-    from these copies. If None, chooses from all puzzles.
+    puzzles: Indices of the puzzles to choose from, int64 [n]. If None, chooses from all puzzles.
     """
     if puzzles is None:
         rows = original_rows(puzzle_set)
@@ -211,12 +216,15 @@ def choose_rows(
 
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the indices of the examples that are not augmented copies: int64 [n]."""
+    """Returns the indices of the examples of the originals, the first puzzles of the groups: int64 [n]."""
     return rows_of(puzzle_set.puzzle_indices, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
 def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
-    """Reads some examples of a test set as one batch on the CPU. rows: Their indices, int64 [n]."""
+    """Reads some examples of a test set as one batch on the CPU.
+
+    rows: Indices of the examples in the set, int64 [n].
+    """
     split = data.splits["test"]
     puzzles = np.asarray(split.sets[set_name].puzzle_indices).searchsorted(rows, side="right") - 1
     return load_batch(split.sets[set_name], split.metadata, rows, puzzles, size=len(rows))

@@ -1,4 +1,4 @@
-"""Puzzles with many right answers: their rules, and the measures of how many of them a model finds.
+"""Puzzles with many right answers: their rules, and metrics of how many right answers a model finds.
 
 A model answers each puzzle several times. Coverage is the number of different right answers among the samples
 divided by the number of all right answers. The evaluator finds all right answers by the rules. It reads no
@@ -35,8 +35,8 @@ class AnswerRules:
             input, int64 [n]). The answers to an input are next to each other, in standard form.
         count_conflicts: (inputs, answers) -> number of rules that each answer breaks, int64 [n]. -1 if an
             answer leaves a cell without a value. None if the kind of puzzle does not count broken rules.
-        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. A puzzle gets this
-            number of broken rules if every answer of the model to it leaves a cell without a value.
+        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. If every answer of the
+            model to a puzzle leaves a cell without a value, all rules of the puzzle count as broken.
     """
 
     are_valid: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -52,8 +52,8 @@ def find_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> tuple[n
     Example for N-Queens: the candidates are all solutions of an empty board, and property i of an input means
     that it has a queen in cell i. A solution without a queen in cell i contradicts this property.
 
-    Returns (indices of the candidates of the first input, then of the second, ..., int64 [total], number of
-    candidates of each input, int64 [n]).
+    Returns two arrays: the indices of the candidates that were found, for one input after the other, int64
+    [total], and their number for each input, int64 [n].
 
     of_inputs: Properties that each input has, bool [n, properties]. of_candidates: Properties that each
     candidate contradicts, bool [candidates, properties].
@@ -117,9 +117,10 @@ class Found(NamedTuple):
         num_samples: Number of answers of the model.
         num_found: Number of different right answers among the answers of the model.
         is_valid: Whether the first answer of the model is right.
-        conflicts: Number of rules that the model's most frequent answer breaks. Answers with a cell without a
-            value do not count. If no answer counts, all rules are broken. 0 if the kind of puzzle does not
-            count broken rules.
+        conflicts: Number of rules that the model's most frequent complete answer breaks. An answer is
+            complete if every cell has a value. A sample for which the search of LDT found no answer does not
+            count. If no answer is complete, the number of all rules. 0 if the kind of puzzle does not count
+            broken rules.
     """
 
     num_right: int
@@ -210,9 +211,12 @@ def _expected_number(num_right: int, num_samples: int) -> float:
 
 
 def _coverages(rows: Sequence[tuple[int, int, float]]) -> dict[str, float]:
-    """Computes three averages of the fraction of right answers that were found.
+    """Computes three averages of the fraction f / m of right answers that were found.
 
-    coverage_pairs equals coverage_inputs for a test set that repeats each input m times.
+    - coverage_mean: average over the inputs, all with the same weight
+    - coverage_inputs: average over the inputs with the weights m
+    - coverage_pairs: average over the inputs with the weights m^2. It equals coverage_inputs for a test set
+      that repeats each input m times.
 
     rows: [(number of right answers m, number of inputs with this m and f, number of answers found f), ...].
     """

@@ -37,8 +37,9 @@ def is_printable(symbol: str) -> bool:
 class Metadata:
     """Properties of the training or test split of a dataset, such as its vocabulary size.
 
-    The file dataset.json of the split stores them. Each of the `sets` is a named part of the split that is
-    evaluated separately.
+    The file dataset.json of the split stores the properties. Padding has the token `pad_id` and the puzzle
+    identifier `blank_identifier_id`. A label of `ignore_label_id` is not scored. Each of the `sets` is a
+    named part of the split that is evaluated separately.
     """
 
     pad_id: _Number
@@ -98,8 +99,8 @@ class Metadata:
 def columns_of(metadata: Metadata, *, needed_by: str) -> int:
     """Returns the number of columns of the grids of a dataset.
 
-    Raises ValueError if it is not known, and the grids are not square. needed_by: Name of the config key that
-    needs grids, for the message.
+    If the metadata do not contain the number, the grids must be square. Otherwise, raises ValueError.
+    needed_by: Name of the config key that needs grids, for the message.
     """
     if metadata.num_columns is not None:
         return metadata.num_columns
@@ -179,7 +180,10 @@ class Dataset:
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name in this dataset of the test set `set_name` of a folder."""
+        """Returns the name in this dataset of the test set `set_name` of a folder.
+
+        The name is different only in a mixture of folders: "arc.all" for the set "all" of the folder "arc".
+        """
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
 

@@ -2,8 +2,8 @@
 
 Training sets with the same name are concatenated, so that every epoch mixes their groups. Test sets stay
 separate, as `<folder>.<set>`. Each folder gets a separate range of puzzle identifiers, in the order of the
-folders. So training on one folder does not change the puzzle embeddings of another. A single folder is not
-changed.
+folders. So training on one folder does not change the puzzle embeddings of another. The sets and identifiers
+of a single folder stay as they are.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ def open_datasets(
 ) -> Dataset:
     """Opens one or more dataset folders as one dataset, and checks their files.
 
-    Several folders must have different names, and the same sequence length, vocabulary and padding token.
-    Raises ValueError, with a message of one line, for every error.
+    Several folders must have different names, and the same sequence length, vocabulary, padding token and
+    ignored label. Raises ValueError, with a message of one line, for every error.
 
     read_everything: Whether to check the value of every token, too. All files are then read.
     """
@@ -88,9 +88,9 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 def fingerprint_of(folders: Sequence[Path], splits: Sequence[str] = SPLITS) -> str:
     """Returns a hash (SHA-256, hexadecimal) of the arrays and metadata of one or several dataset folders.
 
-    Uses the hashes of the files in the manifest, a file that `dataset.build` writes. If the manifest is
-    missing, or if a file is newer or has another size, reads all files (about 1 GB/s). The order of the
-    folders matters.
+    The file manifest.json, which `dataset.build` writes, contains a hash of each file. If the manifest is
+    missing, or if a file is newer than the manifest or has another size, reads all files (about 1 GB/s). The
+    order of the folders matters.
 
     splits: Splits to include, such as ["test"].
     """

@@ -1,13 +1,15 @@
 """The plan of a run: the examples in the global batch of every step. It is equal on every rank.
 
-The plan is a pure function of (seed, set, epoch), so checkpoints contain no state of a random generator. A
-resumed run skips earlier iterations without sampling them. Within its iteration, it counts the batches before
-its step.
+The order depends only on the seed, the stage, the set and the epoch. So checkpoints contain no state of a
+random generator. A resumed run skips the batches of earlier iterations without computing them. Within its
+iteration, it counts the batches before its step.
 
 The order is that of the public tools. An epoch visits the groups of a set in random order. A visit samples
 one puzzle of the group and takes its examples in random order, as many as still fit into the batch. An
-iteration is `eval_interval` epochs. A batch may contain the end of one epoch and the start of the next. The
-last, partial batch of an iteration is dropped. Then an evaluation follows.
+iteration is `eval_interval` epochs of each set, one set after the other. A batch may contain the end of one
+epoch and the start of the next. The last, partial batch of each set is dropped. After each iteration, an
+evaluation follows. With `train_steps`, the main stage is a single iteration, and an evaluation follows after
+every `eval_steps` steps.
 """
 
 import dataclasses
@@ -45,10 +47,10 @@ class _SetPlan:
         groups: Mask of the groups to read, bool [num_groups].
         stream: Random bits. `BitStream.seek` is called with the epoch.
         epochs: Number of epochs in the stage.
-        eval_interval: Number of epochs between two evaluations.
+        eval_interval: Number of epochs in an iteration of the stage.
 
     Attributes:
-        steps_per_iteration: For each evaluation, the number of training steps since the evaluation before it.
+        steps_per_iteration: Number of training steps with batches of this set, for each iteration.
     """
 
     def __init__(
@@ -207,9 +209,9 @@ class TrainPlan:
         Args:
             sets: {name: training set}.
             stages: Stages of the training. The last is the main stage.
-            parts: If given, divides the main stage into parts with other numbers of cycles (calls of the
-                model's blocks). Each is a tuple of its fraction of the main stage's training steps, and a
-                `Stage` with its `cycles`. The rest of the steps has the cycles of the main stage.
+            parts: If given, the main stage starts with these parts, which have other numbers of cycles (calls
+                of the model's blocks). Each is a tuple of its fraction of the main stage's training steps,
+                and a `Stage` with its `cycles`. The rest of the steps has the cycles of the main stage.
             held_out: {name of a set: bool [num_groups]}. True for groups that are not trained on.
             train_steps: Number of training steps of the main stage. If given, `epochs` and `eval_interval` of
                 the main stage are ignored.
@@ -268,11 +270,14 @@ class TrainPlan:
         return plans
 
     def stage_of(self, step: int) -> Stage:
-        """Returns the stage of the training that contains the training step `step` (from 1)."""
+        """Returns the stage that contains the training step `step` (from 1).
+
+        If the step belongs to a part of the main stage, returns the `Stage` of this part.
+        """
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def epochs(self, step: int) -> float:
-        """Returns the number of epochs of all stages in the first `step` training steps, such as 2.5."""
+        """Returns the number of epochs in the first `step` training steps, over all stages, such as 2.5."""
         epochs = 0.0
         for plans, _, steps_of_sets in self._iterations:
             steps = sum(steps_of_sets)

@@ -55,8 +55,8 @@ def random_below(bits: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
 class BitStream:
     """Random integers that depend only on a seed, a stream and an index.
 
-    Call `seek` to select the index, such as the epoch, then `read`. This is faster than `random_bits`. Do not
-    use both with the same stream, because they return equal integers for index 0.
+    Call `seek` to select the index, such as the epoch, then `read`. A `BitStream` is faster than many calls
+    of `random_bits`. Do not use both with the same stream, because they return equal integers for index 0.
     """
 
     def __init__(self, seed: int, *, stream: int):

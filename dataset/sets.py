@@ -1,8 +1,9 @@
 """Sets of puzzles as arrays: `PuzzleSet` for one folder, `ConcatenatedSet` for several.
 
-A materialized set contains every variant, as the public tools write it. Otherwise, inputs and labels contain
-only the originals, and `read` applies a transform to make each variant (`augmentations`). Identifiers,
-offsets and the order of rows are equal in both forms, so a plan for one form is valid for the other.
+A materialized set contains the tokens of every variant, as the public HRM and TRM tools write them. Any other
+set contains only the tokens of the originals, and a transform for each variant. `read` applies the transform.
+Identifiers, offsets and the order of rows are equal in both forms, so a plan for one form is valid for the
+other.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ def fields_of(augmentation: str | None) -> tuple[str, ...]:
     """Returns the names of the arrays that store a set of puzzles, such as "inputs".
 
     augmentation: Name of the family of transforms that makes variants when they are read, such as "sudoku".
+    None if the set stores all variants.
     """
     if augmentation is None:
         return FIELDS
@@ -33,7 +35,8 @@ class PuzzleSet:
     """A set of puzzles as arrays.
 
     A puzzle has one or more examples. An example is an input and a label (the right answer). A group is an
-    original puzzle and its augmented copies. If the set was read from a folder, the arrays are memory-mapped.
+    original puzzle and its augmented copies. If a kind has many right answers, a group is an input with each
+    of its answers instead. If the set was read from a folder, the arrays are memory-mapped.
 
     Attributes:
         inputs, labels: Tokens, any integer dtype [num_examples, seq_len]. If `augmentation` is set, they
@@ -42,9 +45,10 @@ class PuzzleSet:
         puzzle_indices: [num_puzzles + 1]. Puzzle p has the examples range(*puzzle_indices[p : p + 2]).
         group_indices: [num_groups + 1]. Group g has the puzzles range(*group_indices[g : g + 2]).
         augmentation: Name of the augmentation that `read` applies to make copies. If None, `inputs` and
-            `labels` contain all copies.
+            `labels` contain all copies, and the next two attributes are None.
         transforms: uint8 [num_puzzles, bytes], transform from the original of the group to each puzzle.
-        translations: uint8 [num_examples, 2], rows down and columns right by which an ARC grid is moved.
+        translations: uint8 [num_examples, 2], rows down and columns right by which an ARC grid is moved. None
+            for other augmentations.
     """
 
     inputs: np.ndarray
@@ -103,13 +107,16 @@ class PuzzleSet:
         return (ends - sizes).repeat(np.diff(self.group_indices))
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the index and the puzzle of each example, int64 [n] each, in chunks."""
+        """Yields the examples in chunks, as (index of each example, index of its puzzle), int64 [n] each."""
         for first in range(0, self.num_examples, _CHUNK_ROWS):
             rows = np.arange(first, min(first + _CHUNK_ROWS, self.num_examples))
             yield rows, self.puzzle_indices.searchsorted(rows, side="right") - 1
 
     def materialize(self) -> "PuzzleSet":
-        """Returns a set that stores all variants in `inputs` and `labels`."""
+        """Returns a set that stores all variants in `inputs` and `labels`.
+
+        If this set already stores all variants, returns `self`.
+        """
         if self.augmentation is None:
             return self
         inputs, labels = (np.empty((self.num_examples, self.inputs.shape[1]), np.uint8) for _ in range(2))
@@ -159,7 +166,10 @@ class ConcatenatedSet:
 
 
 def original_chunks(data: PuzzleSet | ConcatenatedSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the index and the puzzle of each example of all originals, int64 [n] each, in chunks."""
+    """Yields the examples of the originals in chunks.
+
+    A chunk is a tuple (index of each example, index of its puzzle), int64 [n] each.
+    """
     firsts = np.asarray(data.group_indices[:-1], np.int64)
     for puzzles in np.array_split(firsts, -(-len(firsts) // _CHUNK_ROWS)):
         yield rows_of(data.puzzle_indices, puzzles), puzzles.repeat(np.diff(data.puzzle_indices)[puzzles])
@@ -168,7 +178,8 @@ def original_chunks(data: PuzzleSet | ConcatenatedSet) -> Iterator[tuple[np.ndar
 def rows_of(puzzle_indices: np.ndarray, puzzles: np.ndarray) -> np.ndarray:
     """Returns the indices of all examples of some puzzles, puzzle after puzzle: int64 [n].
 
-    puzzle_indices: As in `PuzzleSet`. puzzles: Indices of the puzzles.
+    puzzle_indices: [num_puzzles + 1]. Puzzle p has the examples range(*puzzle_indices[p : p + 2]). puzzles:
+    Indices of the puzzles.
     """
     indices = np.asarray(puzzle_indices, np.int64)
     sizes = indices[puzzles + 1] - indices[puzzles]

@@ -1,16 +1,16 @@
-"""Puzzles that are equal up to symmetry: a transform of the family in `augmentations` maps one to the other.
+"""Puzzles that are equal up to symmetry: a transform, such as a rotation, maps one to the other.
 
-Graphs are equal if they differ only in the order of their nodes.
+The transforms are those of the puzzles' family in `AUGMENTATIONS`. In pairs, only those count that the
+builder's option --symmetries names. In ARC, the same transform must map the input and the answer. Graphs are
+equal if they differ only in the order of their nodes.
 
-A hash that no transform changes finds candidates. An exact search confirms or refutes each candidate. In ARC,
-the same transform must map the input and the answer. In pairs, only the symmetries of the builder's command
-count.
-
-Each class has two methods. A puzzle is a row of tokens: its input and, in ARC, also its answer.
+A hash that no transform changes finds candidates. A search then confirms or refutes each candidate. Each
+class has one method for each of these steps. A puzzle is a row of tokens: its input and, in ARC, also its
+answer.
 
 - hash_rows(tokens [n, length]) returns a hash of each puzzle, uint64 [n]. No transform changes it.
-- maps(first, second) returns whether a transform maps one puzzle [length] to the other. None: the search took
-  too long.
+- maps(first, second) returns whether a transform maps one puzzle [length] to the other. If the search of
+  SudokuSymmetry or GraphSymmetry takes more than 20,000 steps, it returns None.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ class SudokuSymmetry:
     def _color_lines(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns a hash of each row and of each column of Sudokus, uint64 [n, size] each.
 
-        No transform changes the hash of a row or of a column.
+        A transform may move rows and columns, but it does not change their hashes.
         """
         # A color refinement. Cells, rows, columns, bands, stacks, boxes and digits have colors, hashes that
         # no transform changes. At first, the color of a cell says whether the cell is a clue. Each round
@@ -219,10 +219,10 @@ def _orders(
     steps: Iterator[int],
     order: Sequence[int] = (),
 ) -> Iterator[list[int]]:
-    """Yields all orders in which rows have the colors `target_colors`. Columns work the same.
+    """Yields all orders of rows in which the row at each place has the color in `target_colors`.
 
     The color of a row is a hash. An order is a list of row numbers. Rows of the same band (a row of boxes)
-    stay together.
+    stay together. Columns, and the nodes of graphs, are ordered in the same way.
 
     width: Number of rows in a band. fits: Function (start of an order) -> whether to continue with it. steps:
     Iterator that limits the search. It advances for each row that is tried. At its end, _TooLongError is

@@ -1,4 +1,4 @@
-"""Builds a dataset: python -m dataset.build NAME OPTIONS. `builders` has the names."""
+"""Builds a dataset: python -m dataset.build NAME OPTIONS. A NAME is a key of `dataset.build.builders()`."""
 
 import sys
 from collections.abc import Sequence

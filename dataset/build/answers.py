@@ -1,4 +1,4 @@
-"""Writes a dataset of puzzles with many right answers: one training example for each of them."""
+"""Writes a dataset of puzzles with many right answers: one training example for each right answer."""
 
 import argparse
 
@@ -19,7 +19,8 @@ def split_classes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Divides inputs into (training inputs, test inputs). Inputs of the same class stay together.
 
-    Whole classes become test inputs, in random order, while there are at most `most_tests` test inputs.
+    A class is a set of inputs, such as graphs that differ only in the order of their nodes. Classes become
+    test inputs in random order, until the next class would give more than `most_tests` test inputs.
 
     classes: Number of the class of each input, from 0, int64 [n].
     """
@@ -41,8 +42,8 @@ def write_with_answers(
     """Writes a dataset of puzzles with several right answers.
 
     The training split has one example for each right answer. The examples of one input are a group, and an
-    epoch uses one of them. The test split has one example for each input. Its label is the first answer that
-    `rules.find_answers` returns. Prints the numbers of inputs and examples.
+    epoch uses one of them. The test split has one example for each input. The label of a test example is the
+    first answer that `rules.find_answers` returns. Prints the numbers of inputs and examples.
 
     options: Parsed command line. If `num_test` is set, only this number of random test inputs is kept. train,
     test: Different inputs, uint8 [n, cells]. kind: Name of the builder.

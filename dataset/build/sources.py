@@ -58,12 +58,13 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
 def find_source_files(
     source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str, output_dir: Path
 ) -> list[Path]:
-    """Returns the paths of the puzzle files to read. Downloads files from the Hugging Face Hub.
+    """Returns the paths of the puzzle files to read. Downloads the files of an address of the Hub.
 
-    source: A file, a folder, or an address hf://datasets/OWNER/NAME. choose: Function that gets the names of
-    all files in the folder, and returns the names of the files to read. It raises ValueError if a file is
-    missing. needed: Names of the needed files for messages, such as "train.csv and test.csv". output_dir:
-    Folder that the builder will replace. It must not contain the files.
+    source: A file, a folder, or an address of the Hugging Face Hub, hf://datasets/OWNER/NAME. choose:
+    Function that gets the names of all files in the folder, and returns the names of the files to read. It
+    raises ValueError if a file is missing. needed: Names of the needed files for messages, such as "train.csv
+    and test.csv". output_dir: Folder that the builder will replace. If this folder contains the files, raises
+    ValueError.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")
@@ -153,7 +154,7 @@ def read_columns(
     optional: Sequence[str] = (),
     is_grid: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Reads columns of a CSV file in chunks of rows. Yields (line numbers, {column: texts}).
+    """Reads columns of a CSV file in chunks of rows. Yields (line number of each row, {column: its texts}).
 
     Commas, semicolons or tabs separate the columns. The first line contains the names of the columns. Usual
     synonyms are accepted, such as "puzzle" for "question". Raises ValueError, with file and line, if the file
@@ -205,7 +206,8 @@ def _find_columns(
 
     Columns that are not found are left out. Raises ValueError if two columns have the same name.
 
-    column_names: As in `read_columns`. For an empty or missing name, the usual synonyms are searched.
+    column_names: The names of the columns in the file, separated by commas, in the order of `names`. For an
+    empty or missing name, the usual synonyms are searched.
     """
     typed = [name.strip().lower() for name in header]
     there = {name: position for position, name in enumerate(typed)}

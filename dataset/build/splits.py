@@ -71,7 +71,7 @@ def build_puzzles(
         thing: Word for a puzzle in messages, such as "maze".
         augmentation: Name of the transforms of variants in `AUGMENTATIONS`.
         read: `read(files)` returns the pairs of each file, [n, 2, cells].
-        generate: Returns (training pairs, test pairs), [n, 2, cells] each. For --generate.
+        generate: Returns (training pairs, test pairs), [n, 2, cells] each. Called if --generate is given.
         draw_transforms: `draw_transforms(n)` returns the transforms of n puzzles, uint8 [n, 1 + variants,
             bytes]. The first transform of each puzzle changes nothing. If None, there are no variants.
         make_easier: Converts training pairs, [n, 2, cells], to easier inputs with the same labels, [n,

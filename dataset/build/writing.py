@@ -1,10 +1,10 @@
-"""Replaces a folder, such as a dataset, atomically: its content is always the old or the new one.
+"""Replaces a folder, such as a dataset, as a whole. It never contains a mixture of the old and the new one.
 
-The new folder is first written and flushed to disk inside a scratch folder, `<name>.unfinished`, next to the
-destination. The process locks the scratch folder. Then it moves the old folder into the scratch folder, moves
-the new folder to the destination, and removes the scratch folder. If the process is killed between the two
-moves, the destination is missing, but the scratch folder contains both folders. The next attempt first moves
-the old folder back.
+The process creates and locks a scratch folder, `<name>.unfinished`, next to the destination. It writes the
+new folder into the scratch folder, and flushes it to disk. Then it moves the old folder into the scratch
+folder, moves the new folder to the destination, and removes the scratch folder. If the process is killed
+between the two moves, the destination is missing, but the scratch folder contains both folders. The next
+attempt first moves the old folder back.
 """
 
 import contextlib
@@ -85,7 +85,8 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     """Context manager that yields an empty folder, and replaces `folder` by it at the end.
 
     If the `with` block raises an error, or if the process is killed in it, `folder` is not changed. Raises
-    ValueError if another process is writing `folder`.
+    ValueError if another process is writing `folder`. On a file system without locks, this is not noticed.
+    Also raises ValueError if something else has made a folder with the name of the scratch folder.
 
     folder: Path without symbolic links, as returned by `check_output_folder`.
     """
