@@ -231,7 +231,7 @@ class TRMSingleZConfig(TRMConfig):
 class InfiLoopConfig(RecursiveConfig):
     """The config of TRM with InfiLoop's gate.
 
-    With the gate, a latent state is a learned weighted mean of all results so far.
+    With the gate, a latent state is a learned weighted mean of the results of all calls of the level so far.
     """
 
     title: ClassVar[str] = "InfiLoop"

@@ -47,11 +47,12 @@ def other_files(path: Path) -> list[Path]:
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a stored config of pretrain.py, with defaults for missing keys. Checks no value.
+    """Returns a copy of a stored config of pretrain.py, with defaults for missing keys.
 
-    The config may come from an older version:
+    The values are not checked. The config may come from an older version:
 
-    - Old names of models and keys in `arch` are replaced by today's names.
+    - Old names of models and keys in `arch` are replaced by today's names. If old keys do not fit the model,
+      raises ValueError.
     - A missing key gets its default. Only a missing `data_path` stays missing.
     - If `arch.forward_dtype` is missing or "auto", it becomes "bfloat16", the default of older versions.
     - A key that this version does not know is removed if its value is false, null, 0 or empty.

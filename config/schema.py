@@ -54,7 +54,10 @@ _OPTIMIZERS = ("adam_atan2", "adamw", "muon")
 
 
 def find_optimizer(name: str) -> Any:
-    """Returns the optimizer class with this name from an imported plugin (a user's file), or None."""
+    """Returns the optimizer class with this name from an imported plugin (a user's file).
+
+    If no plugin has such an optimizer, returns None.
+    """
     return next((optimizer for optimizer in plugins.defined("OPTIMIZER") if optimizer.name == name), None)
 
 

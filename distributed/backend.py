@@ -128,10 +128,10 @@ def choose_device(name: str) -> torch.device:
     """Returns the device of this process, and calls torch.cuda.set_device if it is a GPU.
 
     With CUDA, each process of a machine gets its own GPU. Raises ValueError if the device does not exist, if
-    there are more processes than GPUs, or if several processes would use mps.
+    a machine has more processes than GPUs, or if several processes would use mps.
 
-    name: Value of the config key `device`: "cuda", "mps", "cpu" or "auto". "auto" selects CUDA if there is a
-    GPU, otherwise mps for a single process, otherwise cpu.
+    name: Value of the config key `device`: "cuda", "mps", "cpu" or "auto". "auto" means cuda on a machine
+    with a CUDA GPU, mps for a single process on a machine with an Apple GPU, and cpu in all other cases.
     """
     name = device_type(name)
     if name == "cuda":

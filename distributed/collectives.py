@@ -74,7 +74,8 @@ class Ranks:
     def all_gather_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Returns the rows of all ranks, concatenated in the order of ranks.
 
-        rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank.
+        rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank, the
+        same list on all ranks.
         """
         if not self.is_distributed:
             return rows
@@ -93,8 +94,8 @@ class Ranks:
 
         Returns (numbers, rows), concatenated in the order of ranks.
 
-        numbers: Integers [n], such as row numbers. They must not need more bits than one element of `rows`
-        has. rows: Tensor [n, k]. counts: The n of every rank. All ranks must know them.
+        numbers: Integers [n], such as row numbers. An element of `rows` must have enough bits for each of
+        them. rows: Tensor [n, k]. counts: The n of every rank, the same list on all ranks.
         """
         if not self.is_distributed:
             return numbers, rows

@@ -6,9 +6,9 @@
     warning            stderr of every rank, each text once       of every rank, each time
     error, exception   stderr of the calling rank                 of the calling rank
 
-On stderr, each warning and error is one line, with the rank if there are several ranks. The file adds time,
-rank and tracebacks. Warnings of libraries (from logging or Python's `warnings`) are printed like ours. Output
-of C++ code is not.
+On stderr, each warning and error is one line, with the rank if there are several ranks. Only `exception`
+prints a traceback. The file adds time, rank and tracebacks. After `capture_library_warnings`, warnings of
+libraries (from logging or Python's `warnings`) are printed in this format too, except those of C++ code.
 """
 
 import contextlib

@@ -71,8 +71,9 @@ class GradientSync:
     def finish(self) -> dict[str, Tensor]:
         """Completes the sum of `flat.gradients` over all ranks, in place.
 
-        All ranks call it, after the last backward pass of a training step. Returns the numbers that were sent
-        with the gradients: {name: values of all ranks, [ranks]}.
+        All ranks call it, after the last backward pass of a training step. With local_steps > 1,
+        `flat.gradients` then contains the changes of the weights. Returns the numbers that were sent with
+        the gradients: {name: values of all ranks, [ranks]}.
         """
         raise NotImplementedError
 

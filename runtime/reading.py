@@ -36,7 +36,7 @@ class MissingFileError(ValueError):
 
 
 class PointerFileError(ValueError):
-    """Raised if git has stored a large file elsewhere (Git LFS), and its content was not downloaded."""
+    """Raised if a file is only a pointer of Git LFS, because its content was not downloaded."""
 
 
 @contextlib.contextmanager
