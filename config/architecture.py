@@ -6,7 +6,7 @@ Most keys have the names that the published code of the model uses.
 A class declares only the type and the bounds of each key. The default and the meaning of the key are in
 config/arch/<name>.yaml. Defaults of keys that several models have are in config/arch/shared/. If an old
 checkpoint lacks a key, the key gets its default from these files, too (`fill_defaults` in config/files.py).
-So the default of a new key must be the behavior before the key.
+So with the default of a new key, a model must compute the same as before the key existed.
 """
 
 import math
@@ -53,7 +53,7 @@ class Strict(pydantic.BaseModel):
 
 
 class LossConfig(Strict):
-    """The keys `arch.loss.*` of the training loss. models/objective.py has its formula."""
+    """The keys `arch.loss.*` of the training loss. The formula of the loss is in models/objective.py."""
 
     loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
     label_smoothing: Annotated[float, Field(ge=0, lt=1)]
@@ -69,12 +69,13 @@ class ArchConfig(Strict):
         paper: (Full name of the model, arXiv number). None if there is no paper.
         cycle_keys: Keys with a number of loops inside one call of the model, such as "H_cycles". A curriculum
             may change their values during the training.
-        has_q_continue: Whether the model has the output q_continue_logits.
+        has_q_continue: Whether the model has the output q_continue_logits, the logit of "the answer will be
+            right after more thinking steps".
         finds_candidates: Whether the model needs to know which labels each input token may have
-            (`Metadata.candidates`). They are read from the training data.
+            (`Metadata.candidates`). These labels are read from the training data.
         confuses_symbols: Whether the model always gives equal logits to padding and to each token that does
             not occur in the input.
-        no_mesh: Reason why pipeline and tensor parallelism are impossible. Empty if they are possible.
+        no_mesh: Reason why pipeline and tensor parallelism are impossible. If they are possible, "".
         reads_any_length: Whether the weights fit puzzles with another number of cells.
         eval_changes: {key: value in evaluations}, for keys with another value than in training. Example:
             {"L_cycles": 1}.
@@ -110,8 +111,8 @@ class ArchConfig(Strict):
 class TokenConfig(ArchConfig):
     """The keys of models with one hidden vector for each cell. Base class of their configs.
 
-    With puzzle embeddings, the sequence of hidden vectors starts with the embedding of the puzzle, cut into
-    vectors. Those of the cells follow.
+    With puzzle embeddings, the embedding of the puzzle is cut into vectors. The sequence of hidden vectors
+    starts with these vectors, and the vectors of the cells follow.
     """
 
     has_q_continue: ClassVar[bool] = True
@@ -125,7 +126,7 @@ class TokenConfig(ArchConfig):
 
     @property
     def num_puzzle_positions(self) -> int:
-        """Returns into how many hidden vectors the puzzle embedding is cut. 0 without an embedding."""
+        """Returns the number of hidden vectors for the puzzle embedding. Without embeddings, 0."""
         if not self.puzzle_emb_ndim:
             return 0
         return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
@@ -230,7 +231,7 @@ class TRMSingleZConfig(TRMConfig):
 class InfiLoopConfig(RecursiveConfig):
     """The config of TRM with InfiLoop's gate.
 
-    With the gate, a latent state is a learned weighted mean of all results so far.
+    With the gate, a latent state is a learned weighted mean of the results of all calls of the level so far.
     """
 
     title: ClassVar[str] = "InfiLoop"

@@ -55,7 +55,7 @@ def compose_config(
         schema: Class of the config, such as PretrainConfig.
         arguments: Arguments of the command line. If None, those of this process.
         notice: Function that is called with a message if the file experiment=NAME is for another model than
-            arch=NAME. The message names the values of the file that are ignored for this reason.
+            arch=NAME. The message names the values of the file that are ignored, and the values that stay.
         dry_run: Function that estimates what a run with n processes needs, for the option --world-size n.
             `dry_run(config, n)` returns the text to print.
 
@@ -72,7 +72,7 @@ def compose_config(
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Returns the checked config for command-line arguments such as ["lr=1e-3", "arch=trm"].
 
-    Other keys have their default values. Raises ValueError with one line for a mistake.
+    Other keys have their default values. If an argument or value is wrong, raises ValueError with one line.
     """
     return validate_config(schema, compose_values(schema, overrides))
 
@@ -89,7 +89,7 @@ def compose_values(schema: type[Config], overrides: Sequence[str]) -> dict[str, 
 def config_with(schema: type[Config], **values: Any) -> Config:
     """Returns the default config of a program with some values changed. Does not read a command line.
 
-    Raises ValueError with one line for a mistake. PretrainConfig needs a value for `arch`.
+    If a value is wrong, raises ValueError with one line. PretrainConfig needs a value for `arch`.
     """
     return validate_config(schema, load_defaults(schema.YAML) | values, where=schema.YAML)
 
@@ -136,8 +136,8 @@ def _compose_or_show(
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
     """Parses command-line arguments such as "lr=1e-3" or "lr=1e-3,2e-3" into Hydra's `Override` objects.
 
-    A single value of a key of type str stays a str, even if it looks like a number. Raises ValueError with
-    one line for a mistake.
+    A single value of a key of type str stays a str, even if it looks like a number. If an argument cannot be
+    parsed, raises ValueError with one line.
     """
     parser, parsed = OverridesParser.create(), []
     with _one_line_errors(schema):
@@ -184,10 +184,10 @@ def _leave_out_of_experiment(
     """Replaces values of an experiment that do not fit the chosen model by the model's defaults, in place.
 
     An experiment is a YAML file of settings for one model. With `arch=NAME`, the user may choose another
-    model. A value for which this model has no default is removed. Returns a line that names the values that
-    are replaced or removed, and the values of the experiment that stay.
+    model. If the chosen model has no default for a value, the value is removed. Returns a line that names the
+    values that are replaced or removed, and the values of the experiment that stay.
 
-    chosen_keys: Keys of the command line. Their values do not change.
+    composed: Config of the run, changed in place. chosen_keys: Keys of the command line, which do not change.
     defaults: Default `arch` values of the chosen model.
     usual: Name of the model that the experiment is for.
     """
@@ -242,7 +242,10 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
-    """Returns the name in the argument experiment=NAME of this process, or of `arguments`, or None."""
+    """Returns NAME of the command-line argument experiment=NAME. Without this argument, returns None.
+
+    arguments: Command-line arguments. If None, those of this process.
+    """
     parts = (override.partition("=") for override in _read_command_line(arguments).overrides)
     names = [name for key, _, name in parts if key == "experiment"]
     return names[-1] if names else None
@@ -309,9 +312,9 @@ class _CommandLine(argparse.ArgumentParser):
 
 
 def show(text: str) -> None:
-    """Prints a text on stdout. Raises ValueError if that fails.
+    """Prints a text on stdout. If stdout cannot be written, raises ValueError.
 
-    If the reader of a pipe has ended, such as `head`, nothing is raised.
+    If stdout is a pipe and its reader has ended, as in `... | head`, nothing is raised.
     """
     try:
         print(text, file=Patient(sys.stdout), flush=True)

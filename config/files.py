@@ -24,8 +24,8 @@ def config_to_yaml(config: pydantic.BaseModel) -> str:
 def load_defaults(name: str) -> dict[str, Any]:
     """Returns the values of the file config/<name>.yaml, for example for "evaluate" or "arch/hrm".
 
-    Includes the values of the files in its list `defaults`, such as "arch/shared/token". The values of
-    "pretrain" have no section `arch`, because it depends on the model.
+    A file may have a list `defaults` with other files, such as "arch/shared/token". Their values are
+    included. The values of "pretrain" have no section `arch`, because this section depends on the model.
     """
     return OmegaConf.to_container(_read_defaults(FOLDER / f"{name}.yaml"), resolve=True)
 
@@ -41,17 +41,18 @@ def _read_defaults(path: Path) -> DictConfig:
 def other_files(path: Path) -> list[Path]:
     """Returns the files in the list `defaults` of a YAML file, such as config/arch/shared/loss.yaml.
 
-    Leaves out choices, such as `arch: hrm`.
+    The list may also contain choices, such as `arch: hrm`. These are left out.
     """
     return [path.parent / f"{name}.yaml" for name in _OTHER_FILE.findall(path.read_text())]
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a stored config of pretrain.py, with defaults for missing keys. Checks no value.
+    """Returns a copy of a stored config of pretrain.py, with defaults for missing keys.
 
-    The config may come from an older version:
+    The values are not checked. The config may come from an older version:
 
-    - Old names of models and keys in `arch` are replaced by today's names.
+    - Old names of models and keys in `arch` are replaced by today's names. If old keys do not fit the model,
+      raises ValueError.
     - A missing key gets its default. Only a missing `data_path` stays missing.
     - If `arch.forward_dtype` is missing or "auto", it becomes "bfloat16", the default of older versions.
     - A key that this version does not know is removed if its value is false, null, 0 or empty.
@@ -72,7 +73,7 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 def format_of(values: dict[str, Any]) -> str:
     """Returns `arch.forward_dtype` of a stored config, "bfloat16" or "float32".
 
-    If it is missing or "auto", returns "bfloat16". Raises ValueError for another value.
+    If the value is missing or "auto", returns "bfloat16". If it is any other value, raises ValueError.
     """
     arch = fill_defaults(values).get("arch")
     name = arch.get("forward_dtype") if isinstance(arch, dict) else None

@@ -143,10 +143,11 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
 def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: str = "data_path") -> None:
     """Raises ValueError if a dataset folder is missing.
 
-    If the command that builds it is known, the message contains it.
+    The comments of the files config/experiment/*.yaml contain commands that build datasets. If one of them
+    builds the missing folder, the message contains this command.
 
-    experiment: Name of an experiment, such as "demo" for the file config/experiment/demo.yaml. Its comments
-        may contain the command. If None, the files of all experiments are read.
+    experiment: Name of an experiment, such as "demo" for config/experiment/demo.yaml. Only the command for
+        this experiment is used. If None, the commands of all experiments are used.
     key: Config key that names the folders, for the message.
     """
     for folder in folders:
@@ -257,7 +258,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
     """Yields (key, default, comment, heading) for each key of a YAML file with defaults.
 
     The line "lr: 1e-4 # learning rate" gives ("lr", "1e-4", "learning rate", heading). The heading is the
-    last comment line before the key. Other keys of the files in its list `defaults` follow.
+    last comment line before the key. Then come the keys that are only in the files of the list `defaults`.
     """
     sections: list[str] = []
     heading, keys = "", set()

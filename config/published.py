@@ -1,4 +1,4 @@
-"""Translates names of the published code of HRM, TRM and URM, and old names, into today's names."""
+"""Translates names into today's names: those in the models' published code, and those of older versions."""
 
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
     Returns a copy in which `arch` and `data_path` have the names and values of this repository. Other keys do
     not change. Raises ValueError if the model is unknown, or if `arch` or `arch.loss` is missing.
 
-    where: Name of the config file, the start of the error message.
+    where: Name of the config file. The error message starts with it.
     """
     arch = config.get("arch")
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):

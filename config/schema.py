@@ -54,7 +54,10 @@ _OPTIMIZERS = ("adam_atan2", "adamw", "muon")
 
 
 def find_optimizer(name: str) -> Any:
-    """Returns the optimizer class with this name from an imported plugin (a user's file), or None."""
+    """Returns the optimizer class with this name from an imported plugin (a user's file).
+
+    If no plugin has such an optimizer, returns None.
+    """
     return next((optimizer for optimizer in plugins.defined("OPTIMIZER") if optimizer.name == name), None)
 
 
@@ -96,17 +99,17 @@ class MachineConfig(Strict):
 class StageConfig(Strict):
     """One stage of a curriculum: a part of the run with its own data or model settings.
 
-    The main training is the part of the run that the config keys `epochs` and `data_path` describe. A stage
-    has one of two kinds:
+    The main training is the part of the run that the config keys `epochs` and `data_path` describe. There are
+    two kinds of stages:
 
     1. A stage with `epochs` comes before the main training.
     2. A stage with `share` is a part of the main training. The first stage of this kind starts together with
-       the main training. Each further one starts at the end of the one before it.
+       the main training. Each further stage starts at the end of the stage before it.
 
     Attributes:
         data_path: Dataset folders of the stage. If None, those of the main training.
-        epochs: Number of epochs of the stage.
-        share: Fraction of the steps of the main training.
+        epochs: Number of epochs of the stage. If None, the stage has `share`.
+        share: Fraction of the steps of the main training. If None, the stage has `epochs`.
         eval_interval: Number of epochs between two evaluations. If None, `epochs`.
         H_cycles, L_cycles, loops: Numbers of loops inside one call of the model. If None, those in the config
             section `arch`.
@@ -344,9 +347,11 @@ Config = TypeVar("Config", bound=pydantic.BaseModel)
 
 
 def validate_config(schema: type[Config], values: dict[str, Any], *, where: str = "config") -> Config:
-    """Checks values, and returns them as an object of the class `schema`.
+    """Checks the values of a config, and returns them as an object of the class `schema`.
 
-    Raises ValueError with one line about one wrong key. It starts with `where`.
+    If a key or value is wrong, raises ValueError with one line about one wrong key.
+
+    where: Name of the source of the values, with which the line starts.
     """
     try:
         return schema.model_validate(values)

@@ -34,9 +34,9 @@ _MOST_THREADS = 2**31  # OpenMP ignores larger values of OMP_NUM_THREADS
 def process_group(
     device: torch.device, backend: str = "auto", *, timeout: timedelta = _GROUP_TIMEOUT
 ) -> Iterator[None]:
-    """Context manager that initializes torch.distributed for all ranks, and destroys it at the end.
+    """Context manager inside which the process group of torch.distributed exists.
 
-    All ranks enter it. With only one rank, it does nothing.
+    All ranks enter it together. With only one rank, it does nothing.
 
     device: Device of this rank. backend: Value of the config key `backend`: "auto", "nccl" or "gloo".
     timeout: Time limit of each collective.
@@ -88,11 +88,12 @@ def close_group() -> None:
 def choose_backend(name: str, device: torch.device) -> str:
     """Returns the backend for init_process_group: "gloo", "cpu:gloo,cuda:nccl" or "cpu:gloo,cuda:gloo".
 
-    Raises ValueError if torch or the device does not support the backend. Also raises ValueError if the
-    environment variable GLOO_SOCKET_IFNAME names a network interface that does not exist.
+    Tensors on the CPU always use gloo. Raises ValueError if torch or the device does not support the backend.
+    With several ranks, also raises ValueError if the environment variable GLOO_SOCKET_IFNAME names a network
+    interface that does not exist.
 
     name: Value of the config key `backend`: "auto", "nccl" or "gloo". "auto" means NCCL if the device is a
-    GPU and torch has NCCL, otherwise gloo. device: Device of this rank.
+    CUDA GPU and torch has NCCL. Otherwise, "auto" means gloo. device: Device of this rank.
     """
     is_cuda = device.type == "cuda"
     if name == "auto":
@@ -127,10 +128,10 @@ def choose_device(name: str) -> torch.device:
     """Returns the device of this process, and calls torch.cuda.set_device if it is a GPU.
 
     With CUDA, each process of a machine gets its own GPU. Raises ValueError if the device does not exist, if
-    there are more processes than GPUs, or if several processes would use mps.
+    a machine has more processes than GPUs, or if several processes would use mps.
 
-    name: Value of the config key `device`: "cuda", "mps", "cpu" or "auto". "auto" selects CUDA if there is a
-    GPU, otherwise mps for a single process, otherwise cpu.
+    name: Value of the config key `device`: "cuda", "mps", "cpu" or "auto". "auto" means cuda on a machine
+    with a CUDA GPU, mps for a single process on a machine with an Apple GPU, and cpu in all other cases.
     """
     name = device_type(name)
     if name == "cuda":
@@ -152,13 +153,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_type(name: str) -> str:
-    """Returns the device type that a value of the config key `device` means here.
+    """Returns the device type for a value of the config key `device`: "cuda", "mps" or "cpu".
 
-    The result is "cuda", "mps" or "cpu".
-
-    name: "cuda", "mps", "cpu" or "auto". "auto" means "cuda" if this machine has a CUDA GPU. Otherwise it
-    means "mps" on an Apple GPU if there is only one process, and else "cpu". Other values are returned
-    without a check.
+    name: "cuda", "mps", "cpu" or "auto". If this machine has a CUDA GPU, "auto" means "cuda". If it has an
+    Apple GPU and the run has only one process, "auto" means "mps". In all other cases, "auto" means "cpu".
+    The other values are returned unchanged, even if the machine has no such device.
     """
     if name != "auto":
         return name
@@ -176,8 +175,8 @@ def use_deterministic_algorithms() -> None:
 def set_cpu_threads(threads: int | str) -> int:
     """Calls torch.set_num_threads, and returns the number of threads.
 
-    threads: Number of threads, or "auto". "auto" means the user's OMP_NUM_THREADS. If it is not set, "auto"
-    means the number of cores divided by the number of processes on this machine.
+    threads: Number of threads, or "auto". If the user has set OMP_NUM_THREADS, "auto" means this number.
+    Otherwise, "auto" means the number of cores divided by the number of processes on this machine.
     """
     if threads == "auto":
         threads = omp_threads_of_the_user() or max(1, num_cores() // local_world_size())

@@ -2,8 +2,8 @@
 
 A helper process, `python backstop.py PID`, waits for messages of the watched process. If no message arrives
 in time, the helper makes the watched process print the stacks of its threads, and kills it. Time in which the
-helper or the watched process was stopped (SIGSTOP, a suspended job) does not count. The timer of faulthandler
-would count it.
+helper or the watched process was suspended (SIGSTOP) does not count. Python's faulthandler also has a timer,
+but this timer would count such time.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Runs a program of this repository as a child process. The child receives a signal if its parent dies."""
+"""Runs a program as a child process. On Linux, the child receives a signal when its parent dies."""
 
 import io
 import os
@@ -58,9 +58,9 @@ def start_child(
 def why_it_failed(output: str, status: int) -> str:
     """Returns the first error message in the output of a failed program.
 
-    An error message is the rest of a line that starts with "error: ", also after the name of a program. If
-    the output contains no error message, returns a text such as "ended with status 137: <last line of the
-    output>".
+    An error message is the text after "error: " at the start of a line. The line may also start with the name
+    of a program or name a rank: "solve.py: error: ..." or "error (rank 3): ...". If the output contains no
+    error message, returns a text such as "ended with status 137: <last line of the output>".
 
     output: Text of stdout and stderr. status: Exit status of the program.
     """
@@ -72,8 +72,9 @@ def why_it_failed(output: str, status: int) -> str:
 def run_child(program: str, arguments: Sequence[str], *, processes: int = 1) -> None:
     """Runs a program such as pretrain.py to its end, and prints its output on stdout.
 
-    If an exception such as KeyboardInterrupt interrupts this function, it sends SIGTERM to the program,
-    waits until the program ends, and raises the exception again. Raises ValueError if the program fails.
+    If an exception such as KeyboardInterrupt interrupts this function, the program receives SIGTERM. The
+    function waits until the program ends, and raises the exception again. Raises ValueError if the program
+    fails.
 
     program: File name in this repository. arguments: Command-line arguments of the program. processes:
     Number of processes. If more than 1, torchrun starts them.

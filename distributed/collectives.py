@@ -62,9 +62,10 @@ class Ranks:
         return tensor
 
     def all_gather_counts(self, count: int, *, device: torch.device) -> list[int]:
-        """Returns the integers of all ranks.
+        """Returns the `count` of every rank, in the order of ranks.
 
-        device: Device of the tensor in which the integers are sent. The backend of the group must support it.
+        device: Device of the tensor in which the integers are sent. The backend of the group must support
+        this device.
         """
         if not self.is_distributed:
             return [count]
@@ -73,7 +74,8 @@ class Ranks:
     def all_gather_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Returns the rows of all ranks, concatenated in the order of ranks.
 
-        rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank.
+        rows: Tensor [n, ...]. n may differ from rank to rank, and may be 0. counts: The n of every rank, the
+        same list on all ranks.
         """
         if not self.is_distributed:
             return rows
@@ -92,8 +94,8 @@ class Ranks:
 
         Returns (numbers, rows), concatenated in the order of ranks.
 
-        numbers: Integers [n], such as row numbers. They must not need more bits than one element of `rows`
-        has. rows: Tensor [n, k]. counts: The n of every rank. All ranks must know them.
+        numbers: Integers [n], such as row numbers. An element of `rows` must have enough bits for each of
+        them. rows: Tensor [n, k]. counts: The n of every rank, the same list on all ranks.
         """
         if not self.is_distributed:
             return numbers, rows
@@ -136,11 +138,11 @@ class Ranks:
         return part
 
     def all_gather_ranges_(self, full: Tensor, ranges: Sequence[slice]) -> None:
-        """Fills the tensor `full` on all ranks, from ranges of it that the ranks hold.
+        """Fills the tensor `full` on all ranks. Rank r sends `full[ranges[r]]` to the others.
 
-        Rank r sends `full[ranges[r]]` to the others. If the ranges have equal length and cover the start of
-        the tensor without gaps, one collective is called. The last ranges may then be shorter or empty.
-        Otherwise, there is one broadcast for each range that is not empty.
+        Usually, one collective sends all ranges. This needs ranges that divide the start of `full` into
+        pieces of equal length. The last pieces may be shorter or empty if `full` has room for pieces of full
+        length. Without such ranges, each range that is not empty is sent by one broadcast.
 
         full: Tensor [n] to fill in place. ranges: One range for each rank, disjoint. All ranks pass the same
         ranges.
@@ -180,8 +182,8 @@ class AllToAllPlan:
         ranks: Ranks that divide the table.
 
     Attributes:
-        local_rows: int64 [m], rows of this rank's part that ranks need, as row numbers in the part. The rows
-            that rank 0 needs come first. If two ranks need a row, it appears twice.
+        local_rows: int64 [m], numbers of rows within this rank's part, for all ranks that need them. The rows
+            for rank 0 come first. If two ranks need the same row, its number appears twice.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
@@ -285,8 +287,8 @@ class RankSums:
     def reduce(self) -> dict[str, float]:
         """Returns {name: sum over all ranks} on the first rank of the group.
 
-        All ranks call it. On other ranks, the values are undefined. Names that were never added are left
-        out. The sums are not reset.
+        All ranks call it. On other ranks, the values are undefined. Names that were not added since the last
+        `reset` are left out. This method does not reset the sums.
         """
         return self._by_name(self.ranks.reduce_sum_(self._sums.clone()))
 
@@ -323,12 +325,12 @@ Key = tuple[str, tuple]  # (name of a tensor, which part of the tensor)
 def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], int] | None:
     """Checks whether tensors with the same key are equal on all ranks that have them.
 
-    All ranks call it. Returns None if all are equal. Otherwise returns (name of a tensor that differs, ranks
-    where it differs, lowest rank that has it). Example: ("lm_head.weight", [3], 0) means that the tensor on
-    rank 3 differs from the one on rank 0. The result is the same on all ranks.
+    All ranks call it. If all are equal, returns None. Otherwise returns (name of one tensor that differs,
+    ranks where it differs, rank with which they are compared). Example: ("lm_head.weight", [3], 0) means that
+    this tensor on rank 3 differs from the one on rank 0. The result is the same on all ranks.
 
-    tensors: {(name, part): tensor} of this rank. `part` is a tuple that says which part of the full tensor it
-    is, such as the `spans` of a `Shard`. A rank may lack keys that other ranks have.
+    tensors: {(name, part): tensor} of this rank, which may lack keys that other ranks have. If the tensor is
+    a part of a larger tensor, `part` is a tuple that describes its position. Otherwise, `part` is ().
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))

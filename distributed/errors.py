@@ -25,8 +25,8 @@ _OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG)  # errors of a path that the user
 def collective_errors() -> Iterator[None]:
     """Context manager that exits on all ranks with status 1 if any rank fails.
 
-    All ranks enter it. Rank 0 prints the message of the first rank that raised an exception. The block must
-    not communicate with other ranks, because they would wait forever for a rank that has failed.
+    All ranks enter it. Rank 0 prints the error message of the lowest rank that raised an exception. The block
+    must not communicate with other ranks, because they would wait forever for a rank that has failed.
     """
     failure = None
     try:
@@ -45,11 +45,11 @@ def collective_errors() -> Iterator[None]:
 
 
 def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
-    """Prints a message on rank 0, then exits on all ranks with status 1.
+    """Prints an error message on rank 0, then exits on all ranks with status 1.
 
     All ranks call it.
 
-    failed_rank: Rank that the message is about. The message names it, unless it is rank 0.
+    failed_rank: Rank that the message is about. If it is not 0, its number is added to the message.
     """
     log.error(message, failed_rank=failed_rank, on_console=is_main())
     # Wait until the message is printed: torchrun ends all ranks as soon as one exits.
@@ -73,9 +73,9 @@ def local_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def path_errors() -> Iterator[None]:
-    """Context manager that converts an OSError into a ValueError, if a path is too long or not accessible.
+    """Context manager that converts two kinds of OSError into a ValueError with advice.
 
-    Other errors pass through.
+    The two kinds are: a path is too long, and this user may not access a path. Other errors do not change.
     """
     try:
         yield
@@ -92,8 +92,8 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
     Prints one line. The traceback goes to this rank's log file.
 
     is_already_reported: Function that returns whether the watchdog (`distributed.watchdog`) is about to end
-    all ranks. If it returns True, the exception is raised again without a message, because the watchdog
-    prints one.
+    all ranks. If the result is True, the exception is raised again without a message, because the watchdog
+    prints its own.
     """
     try:
         yield
@@ -168,9 +168,9 @@ def restart_advice() -> str:
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """Returns why a connection was lost, such as "Connection closed by peer".
+    """Returns why a connection to another rank was lost, such as "Connection closed by peer".
 
-    Returns None for other errors. Recognizes errors of gloo, NCCL and the key-value store.
+    Recognizes errors of gloo, NCCL and the key-value store. For any other error, returns None.
     """
     text = str(error)
     if "gloo/transport" in text:  # "[file:line] reason. Typical causes."

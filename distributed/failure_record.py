@@ -12,9 +12,9 @@ from runtime.writing import write_json
 class FailureRecord:
     """File that records when a training run failed, to print the recovery time after a restart.
 
-    The file exists while training steps run, and a normal end removes it. After an error or a kill, it
-    remains, with the last time at which all ranks were alive. If the file cannot be written, the run
-    continues.
+    A run with several ranks writes the file again and again after its first step, and removes it at a normal
+    end. After an error or a kill, the file remains. It then contains the last time at which all ranks were
+    alive. With one rank, the file is not written. If the file cannot be written, the run continues.
     """
 
     def __init__(self, path: Path):
@@ -26,9 +26,9 @@ class FailureRecord:
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
-        """If the run failed earlier, prints how long ago it failed, and removes this record.
+        """If an earlier launch of the run failed, prints how long ago, and removes the file.
 
-        Call it after the first training step of this process.
+        Call it after each training step. Only the first call has an effect.
 
         step: Number of training steps of the run that are done.
         """
@@ -43,7 +43,7 @@ class FailureRecord:
         )
 
     def pop_recovery(self) -> dict[str, float]:
-        """Returns {"recovery_seconds": seconds} once after a recovery. Returns {} otherwise.
+        """Returns {"recovery_seconds": seconds} in the first call after a recovery, otherwise {}.
 
         The time is from the failure to the end of the first training step after the restart.
         """

@@ -1,17 +1,18 @@
 """Flat tensors of the dense parameters, so that one message or kernel processes many parameters at once.
 
-A flat tensor, also called flat buffer, contains the values of many parameters, one after the other. Weights,
-gradients, moments and averages have one each, and a parameter has the same range in all of them.
+A flat tensor, also called flat buffer, contains the values of many parameters, one after the other. There is
+one for the weights and one for the gradients. A parameter has the same range of positions in both.
 
 Parameters are in reverse order of registration, because a backward pass completes gradients in about this
-order. Parameters without weight decay come last, and start at a multiple of 1024 elements. Every parameter
-starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
+order. Parameters without weight decay come last. The first of them starts at a multiple of 1024 elements.
+Every parameter starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
 With ZeRO-1 (arXiv 1910.02054), a group of ranks (sharding group) divides the optimizer's work. Each rank
-updates its shard of the flat tensor, then an all-gather sends the new weights to the others. In mixed
-precision (arXiv 1710.03740), the forward pass reads the sharded parameters in `compute_dtype`. Of these, a
-rank has float32 master weights only for its shard. All other parameters stay float32, and every rank updates
-all of them. Without mixed precision, all parameters are sharded.
+updates its shard of the flat tensor. An all-gather then sends the new weights to the other ranks.
+
+In mixed precision (arXiv 1710.03740), only some parameters are sharded. The forward pass reads the sharded
+parameters in `compute_dtype`, and a rank has float32 master weights only for its shard. All other parameters
+stay float32, and every rank updates all of them. Without mixed precision, all parameters are sharded.
 """
 
 import contextlib
@@ -35,11 +36,13 @@ _FIRST_BUCKET_BYTES = 2**20  # a small bucket, so that the first message is sent
 
 
 class Scalars:
-    """Numbers of each rank, such as the loss, that are sent together with the gradients.
+    """Numbers of each rank, such as the loss, that are summed over ranks together with the gradients.
+
+    With local_steps > 1, they are summed together with the changes of the weights.
 
     Attributes:
-        values: Tensor [names, ranks]. A rank writes only to its own column. The sum over ranks then contains
-            the numbers of every rank.
+        values: Tensor [names, ranks]. Each rank writes only to its own column, and the other columns are 0.
+            The sum over ranks then contains the numbers of every rank.
         is_closed: Whether `add` is forbidden, because the numbers may already be sent.
     """
 
@@ -49,8 +52,7 @@ class Scalars:
     def add(self, **numbers: float | Tensor) -> None:
         """Adds to the numbers of this rank. Example: `add(loss=0.5)` adds 0.5 to the number "loss".
 
-        The numbers are sent to the other ranks in the same message as the gradients. So if gradients are sent
-        as bfloat16 (config key sync_dtype), the numbers are rounded to bfloat16 too.
+        If gradients are sent as bfloat16 (config key sync_dtype), these numbers are rounded to bfloat16 too.
         """
         assert not self.is_closed, f"{', '.join(numbers)}: too late, the scalars may already be sent"
         for name, number in numbers.items():
@@ -96,7 +98,8 @@ class FlatParameters:
     Attributes:
         parameters: {name: parameter}, in the order of the flat tensors.
         weights: Flat tensor [size]. The sharded parameters are views of it.
-        shard: Range of positions in the flat tensors that only this rank of `shard_group` updates.
+        shard: Range of positions in the flat tensors. No other rank of `shard_group` updates the sharded
+            parameters in this range.
         master_weights: In mixed precision, `ShardBuffers` of the float32 weights that this rank updates.
             Without mixed precision, `ShardBuffers` with all of `weights`.
         gradients: Flat tensor [size] of the gradients, initially 0. It is empty if the parameters need no
@@ -106,22 +109,23 @@ class FlatParameters:
             it.
         messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks, if they are in shared
             memory. Otherwise None.
-        owned: What the optimizer of this rank updates, {name of a parameter: the parameter or a `Shard` of
-            it}.
+        owned: {name of a parameter: what the optimizer of this rank updates}. This is the parameter, its
+            float32 master weights, or a `Shard` of one of them.
 
     Args:
         named_parameters: Parameters of one dtype, on one device.
         scalar_names: Names of the numbers to send with the gradients, such as "loss".
         ranks: Ranks that sum the gradients.
-        shard_group: Ranks that divide the optimizer's work, a part of `ranks`. None means all of `ranks` if
-            they use shared memory. Without shared memory, None means that every rank updates everything.
+        shard_group: Ranks that divide the optimizer's work, a part of `ranks`. If None and the ranks use
+            shared memory, all of `ranks`. If None without shared memory, every rank updates everything.
         in_shared_memory: Whether to use memory that all ranks of a machine share, if that is possible.
         undecayed: Names of parameters without weight decay. Names that are not in `named_parameters` are
             ignored.
         unsplit: Names of matrices that must not be divided among ranks, because of their optimizer.
-        sharded: Names of parameters to shard in mixed precision. The others stay float32, and every rank
-            updates them.
-        compute_dtype: Dtype of the sharded parameters in the forward pass. If None, that of the parameters.
+        sharded: Names of parameters to shard in mixed precision. All other parameters stay float32, and every
+            rank updates them. Without mixed precision, the names are ignored, and all parameters are sharded.
+        compute_dtype: Dtype of the sharded parameters in the forward pass. If it differs from their present
+            dtype, this is mixed precision. If None, their dtype does not change.
         is_part: Whether other ranks hold other parameters of the model (pipeline or tensor parallel).
         cuts: With tensor parallelism, {name of a parameter: `Cut`}. The parameter is only a part of the
             model's weight, and the `Cut` describes which part.
@@ -221,7 +225,7 @@ class FlatParameters:
         """Sets the `grad` of every parameter to its view in `gradient_views`.
 
         In mixed precision, the `grad` of bfloat16 parameters is not set, because their gradients are float32.
-        `gradients_attached` sets it during a backward pass.
+        The context manager `gradients_attached` sets these `grad` during a backward pass.
         """
         for name in self.gradient_views.keys() - self._cast:
             self.parameters[name].grad = self.gradient_views[name]
@@ -231,7 +235,7 @@ class FlatParameters:
         """Context manager for a backward pass with bfloat16 parameters (mixed precision).
 
         Inside, the `grad` of these parameters is a view of the flat gradients, so that the backward pass adds
-        to it. Afterwards it is None again. Other parameters always have such a view.
+        to the flat gradients. After the block, their `grad` is None. Other parameters do not change.
         """
         cast = {name: view for name, view in self.gradient_views.items() if name in self._cast}
         for name, view in cast.items():
@@ -269,13 +273,13 @@ class FlatParameters:
         """Splits values of this rank by parameter: {name of a parameter: full tensor or `Shard`}.
 
         If a parameter is divided among ranks, its value is a `Shard` of the elements that lie in the range
-        `shard`. There may be none. If every rank has all values of a parameter, its value is a full tensor.
-        All tensors are views of `shard_buffers`.
+        `shard`. This `Shard` may be empty. If every rank has all values of a parameter, its value is a full
+        tensor. All tensors are views of `shard_buffers`.
 
         shard_buffers: Values to split, such as the state of an optimizer. It contains the values at the
-        positions `shard`, and those of all parameters that are not divided. `around(shard)` returns these
-        ranges. shard: Range of positions in the flat tensor of all parameters, such as the attribute `shard`.
-        names: Parameters to return. If None, all.
+        positions `shard`, and the values of all parameters that are not divided. `around(shard)` returns
+        these ranges. shard: Range of positions in the flat tensor, such as the attribute `shard` of this
+        rank. names: Names of the parameters to return. If None, all.
         """
         shards: Tensors = {}
         # All ranks must agree on which tensors are sharded. A rank cannot tell from its own shard: the
@@ -306,8 +310,8 @@ class FlatParameters:
     def around(self, shard: slice) -> list[slice]:
         """Returns the ranges of the flat tensor that the rank with this shard updates.
 
-        The result contains `shard`, and the ranges of the parameters that every rank updates. The ranges are
-        in ascending order and disjoint.
+        The ranges cover `shard` and all parameters that every rank updates. They are in ascending order and
+        disjoint.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         # Extend to multiples of 1024: the rounding of kernels depends on the position within a range.
@@ -332,11 +336,11 @@ class FlatParameters:
         return [part for part in common if part.start < part.stop]
 
     def gather_(self) -> None:
-        """Sends the weights that this rank has updated to the other ranks, and receives theirs.
+        """Sends the weights in this rank's shard to the other ranks of `shard_group`, and receives theirs.
 
-        All ranks call it. Call it after each update, before the next forward pass. In mixed precision, it
-        first casts the updated float32 weights to the dtype of the forward pass. If every rank updates all
-        weights, nothing is sent.
+        All ranks call it after each update, before the next forward pass. In mixed precision, it first casts
+        the updated float32 weights to the dtype of the forward pass. If every rank updates all weights,
+        nothing is sent.
         """
         if self.is_mixed and self.shard.start < self.shard.stop:
             self.weights[self.shard] = self.master_weights.at(self.shard)
@@ -363,9 +367,9 @@ class FlatParameters:
         Each rank has a part of the values. All ranks call it. Returns {name of a parameter: full tensor in
         the dtype of the parameter}.
 
-        shard_buffers: Values of this rank. It contains the values at the positions `shards[rank]`, and those
-        of all parameters that are not divided among ranks. `around(shards[rank])` returns these ranges.
-        shards: For each rank, the range of positions in the flat tensor that it sends.
+        shard_buffers: Values of this rank. It contains the values at the positions `shards[rank]`, and the
+        values of all parameters that are not divided among ranks. `around(shards[rank])` returns these
+        ranges. shards: For each rank, the range of positions in the flat tensor that the rank sends.
         """
         full, shard = torch.zeros_like(self._padded), shards[self.ranks.index]
         if shard.start < shard.stop:

@@ -87,7 +87,7 @@ class Program(Generic[Config]):
 def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterator[Program[Config]]:
     """Context manager for a program that runs on all ranks. Yields a `Program`.
 
-    All ranks enter it. It initializes torch.distributed before the block, and destroys it after the block.
+    All ranks enter it. With several ranks, the process group of torch.distributed exists inside the block.
     If `compose` raises ValueError, all ranks exit with status 1.
 
     Args:
@@ -149,11 +149,11 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
 
 
 def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
-    """Waits until all ranks have started, and warns about machines that differ from rank 0's.
+    """Waits until all ranks have started, and warns about machines that differ from rank 0's machine.
 
-    Warns if a machine has other code or another version of torch, or if bfloat16 is fast only on some of the
-    machines. All ranks call it, before the process group exists. If a rank does not start in time, the
-    others exit with status 1.
+    Warns if a machine has other code or another version of torch, or if bfloat16 is fast on only some of the
+    machines. Also warns about options of torchrun that prevent a restart. All ranks call it, before the
+    process group exists. If a rank does not start in time, the other ranks exit with status 1.
 
     device: Value of the config key `device`. timeout_seconds: Time limit.
     """
@@ -274,10 +274,9 @@ def _warn_of_restarts(hosts: list[str]) -> None:
 
 
 def check_folder_is_shared(folder: Path) -> None:
-    """Checks that every machine sees the same folder as rank 0.
+    """Checks that every machine sees the same folder as rank 0. All ranks call it.
 
-    If not, all ranks exit with status 1. All ranks call it. The message names the machines that do not see
-    the folder.
+    If a machine does not see the folder, all ranks exit with status 1. The message names such machines.
     """
     if num_nodes() == 1:
         return
@@ -300,12 +299,12 @@ def check_folder_is_shared(folder: Path) -> None:
 
 
 def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
-    """Checks that all machines have the same dataset.
+    """Checks that all machines have the same dataset as rank 0. All ranks call it.
 
-    If not, all ranks exit with status 1. All ranks call it.
+    If a dataset differs, all ranks exit with status 1.
 
-    fingerprint: Hash of the dataset on this machine. It is "" if another rank of the machine computes the
-    hash. names: Dataset folders, for the message.
+    fingerprint: Hash of the dataset on this machine. If another rank of the machine computes the hash, "".
+    names: Dataset folders, for the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
     advice = "Copy it to all nodes, or share the folder."
@@ -322,10 +321,10 @@ def _check_all(is_good: bool, what: str, advice: str) -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Makes the C library keep freed memory of up to 32 MiB for later tensors.
+    """Makes the C library keep freed memory for later tensors, in blocks of up to 32 MiB each.
 
-    This makes a training step 3 to 20 % faster. Does nothing unless the device is a CPU and the C library is
-    glibc.
+    On a CPU with the C library glibc, this makes a training step 3 to 20 % faster. On other devices and with
+    other C libraries, it does nothing.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return

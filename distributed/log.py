@@ -6,9 +6,9 @@
     warning            stderr of every rank, each text once       of every rank, each time
     error, exception   stderr of the calling rank                 of the calling rank
 
-On stderr, each warning and error is one line, with the rank if there are several ranks. The file adds time,
-rank and tracebacks. Warnings of libraries (from logging or Python's `warnings`) are printed like ours. Output
-of C++ code is not.
+On stderr, each warning and error is one line, with the rank if there are several ranks. Only `exception`
+prints a traceback. The file adds time, rank and tracebacks. After `capture_library_warnings`, warnings of
+libraries (from logging or Python's `warnings`) are printed in this format too, except those of C++ code.
 """
 
 import contextlib
@@ -114,7 +114,7 @@ def warn_once(name: str) -> Iterator[None]:
 
     The console shows only the first warning with the same name.
 
-    name: First words of the warning, such as "the upload" for "the upload failed (...)".
+    name: First words of the warning. Example: "the upload" gives "the upload failed (...)".
     """
     try:
         yield
@@ -135,11 +135,11 @@ def note(message: str, *, colored: str | None = None) -> None:
 def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> None:
     """Prints an error as one line on stderr, as the reason why this rank ends.
 
-    Does not end it. The error is also written to the log file, and to the file from which torchrun reads
-    errors.
+    Does not end the process. Also writes the error to the log file of this rank, and to the file from which
+    torchrun reads errors.
 
-    failed_rank: Rank that failed. The text names it, unless it is rank 0. on_console: If False, only
-    torchrun's file is written. Pass False on all ranks except one if the same error ends all ranks.
+    failed_rank: Rank that failed. If it is not 0, its number is added to the text. on_console: If False, the
+    error is only written to torchrun's file. If one error ends all ranks, pass True on only one of them.
     """
     where = f" ({name_ranks([failed_rank])})" if failed_rank else ""
     if on_console:
@@ -150,8 +150,8 @@ def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> 
 def exception(raised: BaseException, *, on_console: bool = True) -> None:
     """Writes the traceback of an exception into the log file of this rank.
 
-    on_console: Whether to also print it on stderr, and to pass the exception to torchrun as the reason why
-    this rank ends.
+    on_console: Whether to also print the traceback on stderr, and to write the exception to the file from
+    which torchrun reads why this rank ends.
     """
     if on_console:
         sys.stderr.write(printable("".join(traceback.format_exception(raised))))
@@ -164,8 +164,9 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
 def leave_last_words(text: str) -> None:
     """Writes the reason why this process ends into the file from which torchrun reads errors.
 
-    torchrun prints the reason of the process that failed first. If one reason ends several ranks, each of
-    them must call this function. If the file exists, nothing changes.
+    torchrun prints the reason of the process that failed first. If one error ends several ranks, each of them
+    must call this function. If this process has already written a reason, or if torchrun did not start it,
+    nothing is written.
     """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():
@@ -180,8 +181,8 @@ def leave_last_words(text: str) -> None:
 def capture_library_warnings() -> None:
     """Prints warnings of libraries in the format of this module, also into the log file.
 
-    Call it after importing the libraries. Otherwise, libraries that do not pass their messages to Python's
-    root logger, such as torch, are not included.
+    Call it after importing the libraries. Some libraries, such as torch, do not pass their messages to
+    Python's root logger. If such a library is imported later, its messages are not changed.
     """
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_forward)
@@ -200,8 +201,8 @@ def capture_library_warnings() -> None:
 def open_rank_file(folder: Path) -> None:
     """Opens the log file of this rank, `folder`/logs/rank_<r>.log. All ranks call it.
 
-    From then on, messages are also written there, and the traceback of an exception that ends the process.
-    If the file cannot be written, prints only a warning.
+    From then on, messages are also written to this file. If an exception ends the process, its traceback is
+    written there too. If the file cannot be written, prints a warning, and the run continues.
     """
     global _file
     path = folder / "logs" / f"rank_{rank()}.log"
@@ -228,7 +229,7 @@ def rank_folder() -> Path | None:
 
 
 def locate_ranks(position: Callable[[int], str]) -> None:
-    """Sets how messages describe the position of a rank, as in "rank 3 (stage 1)".
+    """Sets the text that messages add to a rank, such as "stage 1" in "rank 3 (stage 1)".
 
     position: Function that returns the text for a rank. Example: position(3) returns "stage 1".
     """
@@ -239,8 +240,8 @@ def locate_ranks(position: Callable[[int], str]) -> None:
 def name_ranks(numbers: Sequence[int]) -> str:
     """Returns a text that names ranks, such as "rank 3" or "ranks 3, 5".
 
-    If `locate_ranks` was called, the text also contains positions, such as "rank 3 (stage 1)". At most 8
-    ranks are named.
+    In a run with pipeline or tensor parallelism, the text also contains positions, such as "rank 3 (stage
+    1)". If there are more than 8 ranks, the text contains 8 of them and the number of the others.
     """
     chosen = numbers[:_MAX_NAMED]
     named = ", ".join(f"{number} ({_position(number)})" if _position else str(number) for number in chosen)

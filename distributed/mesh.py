@@ -1,8 +1,9 @@
 """The device mesh: axes pipeline x replicate x shard x tensor, and the process groups along them.
 
-Ranks divide the weights of the blocks. All other weights are on every rank. Ranks that differ only along the
-tensor axis (the innermost) are consecutive, so they are on one node. The next axes are shard, replicate and
-pipeline.
+Along the pipeline and tensor axes, ranks divide the weights of the blocks. All other weights are on every
+rank. Along the shard axis, ranks divide the work of the optimizer. The tensor axis is the innermost: ranks
+that differ only along it have consecutive numbers, so they are usually on one node. The next axes outward are
+shard, replicate and pipeline.
 """
 
 import math
@@ -22,9 +23,9 @@ AXES = {
 
 
 def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
-    """Returns the indices of a rank along all axes of a mesh: {axis: index}.
+    """Returns the indices of a rank along all axes of a mesh: {axis: index from 0}.
 
-    number: The rank. sizes: {axis: number of ranks}.
+    number: The rank. sizes: {axis: number of ranks along it}, from the outermost axis to the innermost.
     """
     found = {}
     for axis in reversed(sizes):
@@ -37,7 +38,7 @@ def describe_position(number: int, sizes: dict[str, int]) -> str:
 
     Axes of size 1 are left out.
 
-    number: The rank. sizes: {axis: number of ranks}.
+    number: The rank. sizes: {axis: number of ranks along it}, from the outermost axis to the innermost.
     """
     position = position_of(number, sizes)
     return ", ".join(f"{name} {position[axis]}" for axis, name in AXES.items() if sizes[axis] > 1)
@@ -51,12 +52,12 @@ class Mesh:
 
     Attributes:
         sizes: {axis: number of ranks along it}.
-        data: Ranks that divide the puzzles of the global batch among themselves.
-        replicas: Ranks that hold the same part of the model, and sum its gradients.
+        data: Ranks that divide the slots of the global batch among themselves.
+        replicas: Ranks that hold the same part of the blocks, and sum the gradients of this part.
         shard_group: Ranks of `replicas` that divide the optimizer's work (ZeRO-1).
         pipeline: Ranks that run the stages of one pipeline.
-        owners: The same ranks with a second process group (`distributed.pipeline.Ring` explains why).
-        tensor: Ranks that process the same puzzles and divide the weights of each block (tensor parallelism).
+        owners: The same ranks as `pipeline`, with a second process group for another kind of messages.
+        tensor: Ranks that process the same slots and divide the weights of each block (tensor parallelism).
         holders: Ranks that together hold every weight of the blocks once.
     """
 

@@ -43,10 +43,10 @@ def choose_evaluation_format(
 ) -> Choice:
     """Returns the number format in which to evaluate a trained model, with the reason.
 
-    If the user has set a format, it is used. Otherwise the format of the training is used, except on a CPU
-    that only emulates bfloat16. There it is float32.
+    If the user has set a format, returns this format. If the device is a CPU without bfloat16 instructions,
+    returns float32. In all other cases, returns the format of the training.
 
-    stored: Format of the training. configured: Format that the user has set, or None.
+    stored: Format of the training. configured: Format that the user has set. If None, the user has set none.
     """
     if configured is not None:
         return Choice(configured, "forward_dtype is set")

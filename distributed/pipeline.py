@@ -4,9 +4,10 @@ A level is a stack of blocks that a network calls many times in a training step.
 stage k of every level, and owns its slots. One call of a level sends the slots of every owner to stage 0,
 then through all stages, and from the last stage back to the owner. Stage k works on the slots of owners 0, 1,
 ..., P - 1 in turn, k turns later than stage 0. The slots of owner k return exactly when stage k has processed
-the slots of all owners, so the next call starts without idle time. The pipeline therefore fills and drains
-once a step, not once a call. The backward pass is the same in reverse. The owner computes embedding, heads,
-loss, carry and halting, as in data parallelism. docs/parallel.md has the fraction of idle time.
+the slots of all owners, so rank k can start the next call without idle time. The pipeline therefore fills and
+drains once a training step, not once a call. The backward pass goes through the stages in reverse order. The
+owner computes everything outside of levels: embedding, heads, loss, carry and halting. docs/parallel.md has
+the fraction of idle time.
 """
 
 import functools
@@ -41,8 +42,8 @@ class Ring:
 
         The tensor must not change before `finish_sends` returns.
 
-        with_owner: Whether the message goes to or from the rank whose data is processed. If False, it goes
-        from one pipeline stage to the next.
+        with_owner: Whether the tensor goes from its owner to the first stage, or from the last stage to its
+        owner. If False, the tensor goes from one pipeline stage to the next.
         """
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, group_dst=destination, group=self._groups[with_owner]), tensor))
@@ -75,9 +76,9 @@ def circulate(ring: Ring, local: Tensor, work: Callable[[int, Tensor], Tensor], 
 
     Returns the output for this rank's data. All ranks of the pipeline call it.
 
-    local: Input of this rank. work: Function that computes this rank's stage. work(rank, x) returns the
-    output for x, the data of that rank, in the same shape. forward: If False, the stages run in reverse
-    order, as in a backward pass.
+    local: Input of this rank, in the same shape on all ranks. work: Function that computes this rank's stage.
+    work(r, x) gets the data x of rank r, and returns the output in the same shape. forward: Whether the
+    stages run from first to last. If False, they run in reverse order, as in a backward pass.
     """
     step, owners = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
     first, last, result = owners[0], owners[-1], None
@@ -144,9 +145,9 @@ def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Te
     Returns the output of the last stage, [batch, ...]. All ranks of the pipeline call it with tensors of
     equal shape.
 
-    run: Function run(h, *context) that runs the blocks of this rank's stage. h: This rank's activations,
-    [batch, ...], the input of the first block. context: Further arguments that every block gets, equal on all
-    ranks.
+    run: Function run(h, *context) that runs the blocks of this rank's stage. h: Activations of this rank's
+    slots, [batch, ...], the input of the first block. context: Further arguments that every block gets. They
+    are equal on all ranks.
     """
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
@@ -159,8 +160,8 @@ def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
 
     Removes all blocks except those of this rank's stage. The remaining weights keep their names.
 
-    levels: Objects such as `models.blocks.Level`, changed in place. `layers` is the module of the blocks, and
-    the method `run_blocks` calls them. ring: Connects the ranks of the pipeline.
+    levels: Stacks of blocks (class `Level`), changed in place. A stack has the blocks in the module `layers`,
+    and a method `run_blocks` that calls them. ring: Connects the ranks of the pipeline.
     """
     for level in levels:
         blocks = dict(level.layers.named_children())

@@ -21,7 +21,8 @@ _LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{p
 class Progress(tqdm):
     """A tqdm progress bar on rank 0, without tqdm's background thread.
 
-    If stderr is not a terminal, it prints a plain line once a minute instead, also into the log file.
+    If stderr is not a terminal, rank 0 prints a plain line once a minute instead. The line is also written to
+    the log file.
 
     Args:
         shown: Function that returns the text to show after the bar. It is called whenever the bar is drawn.

@@ -29,11 +29,11 @@ class Shard(NamedTuple):
 
     Attributes:
         tensor: Elements of the part, in the order of `spans`.
-        spans: Which elements of the flattened full tensor the part has (see `Span`). Disjoint and in
-            ascending order. () if the part is empty.
+        spans: Positions of these elements in the flattened full tensor (see `Span`), disjoint and in
+            ascending order. If the part is empty, ().
         shape: Shape of the full tensor.
         is_by_rank: Whether the full tensor is [ranks, ...], and row r is on rank r only. If another number of
-            ranks loads it, each rank gets the mean of the rows.
+            ranks loads the tensor from a checkpoint, each rank gets the mean of the rows.
         is_copy: Whether a lower rank holds the same part. Only the lower rank saves it.
     """
 
@@ -69,17 +69,17 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
     """Returns a `Shard` for saving a tensor that has another value on every rank.
 
-    The full tensor is [ranks, ...]. Example: if every rank trains its own copy of the weights for some steps
-    (local_steps > 1), every rank has its own optimizer state.
+    Row r of the full tensor, [ranks, ...], is the tensor of rank r. Example: if every rank trains its own
+    copy of the weights for some steps (local_steps > 1), every rank has its own optimizer state.
     """
     span = Span(ranks.index * tensor.numel(), tensor.numel())
     return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_by_rank=True)
 
 
 def part_of_whole(full: Tensor, shard: Shard) -> Tensor:
-    """Returns the elements of a tensor at the positions of a shard, [n].
+    """Returns the elements of a full tensor at the positions of a shard, as a tensor [n].
 
-    full: The full tensor. shard: Positions to read. The values of the shard are not used.
+    shard: Its `spans` are the positions to read. Its values are not used.
     """
     flat = full.reshape(-1)
     pieces = [
@@ -94,11 +94,11 @@ def tensor_of(stored: Tensor | Shard) -> Tensor:
 
 
 def slots_of(ranks: Ranks, num_slots: int) -> range:
-    """Returns the positions in the global batch that this rank processes.
+    """Divides the slots of the global batch among ranks. Returns the slot numbers of this rank.
 
-    Example: 10 positions are divided among 4 ranks as 3, 3, 3 and 1. The last ranks may get none.
+    Example: 4 ranks get 3, 3, 3 and 1 of 10 slots. The last ranks may get none.
 
-    ranks: Ranks that divide the global batch. num_slots: Number of positions in the global batch.
+    ranks: Ranks that divide the slots. num_slots: Number of slots of the global batch.
     """
     share = -(-num_slots // ranks.size)
     first, end = (min(index * share, num_slots) for index in (ranks.index, ranks.index + 1))
@@ -111,6 +111,6 @@ def rows_of_rank(num_rows: int, index: int, size: int) -> range:
     Example: Of 10 rows on 4 ranks, rank 1 holds the rows 1, 5 and 9. Row i of the table is row i // size of
     the part that the rank holds.
 
-    index: Number of the rank. size: Number of ranks.
+    index: Number of the rank among those that divide the table. size: Number of these ranks.
     """
     return range(index, num_rows, size)

@@ -1,4 +1,4 @@
-"""Tensors in memory that all ranks of one machine share. They are summed or gathered without messages.
+"""Tensors in memory that all ranks of one machine share. The ranks sum or gather them without sending them.
 
 Each rank creates anonymous memory (`memfd_create`). The other ranks map it through /proc/<process>/fd. The
 memory has no name in a file system. The system frees it when the last process ends, for any reason.
@@ -50,7 +50,8 @@ class SharedTensors:
     def all_gather_(self, local_range: slice) -> None:
         """Copies a range of this rank's tensor into the tensors of all other ranks.
 
-        All ranks call it, with disjoint ranges.
+        All ranks call it, with disjoint ranges. Before its own call, a rank must no longer use the ranges of
+        other ranks, because a faster rank may already overwrite them.
         """
         for index, other in enumerate(self.of_ranks):
             if index != self._ranks.index:

@@ -1,9 +1,13 @@
 """Stops all ranks after the same step if one receives a signal: Ctrl-C, SIGHUP, SIGTERM or SIGUSR1.
 
-A signal may reach one rank or all, at any moment, also during a collective. The handler therefore only sets a
-flag. The ranks sum their flags together with the gradients. If a flag is set too late for one step, all ranks
-stop after the next step. If a rank does not finish its step any more, for example because it waits for a rank
-that has ended, a thread ends it. A save or an evaluation may take longer, until a second signal arrives.
+A signal may reach one rank or all ranks, at any moment, also during a collective. The handler therefore only
+sets a flag. The ranks sum their flags together with the gradients. If a flag is set too late for one step,
+all ranks stop after the next step. With local_steps > 1, the ranks sum their flags only when they average
+their weights.
+
+If a rank that has received a signal does not finish its training step within 20 s, a thread ends this rank.
+Example: the rank waits for another rank that has ended. A save or an evaluation has no time limit until a
+second signal arrives.
 """
 
 import contextlib
@@ -47,9 +51,10 @@ def end_torchrun() -> int:
     """Ends torchrun on every machine of a run, after a signal has stopped all ranks.
 
     All ranks call it. A torchrun that did not receive the signal would otherwise wait for the other machines.
-    On a single machine, torchrun ends by itself. Returns the exit status for this process, usually 0. If
-    torchrun may continue with fewer machines (--nnodes MIN:MAX), torchrun is not ended. The status then makes
-    it start the processes again on the remaining machines.
+    On a single machine, torchrun ends by itself. Returns the exit status for this process, usually 0.
+
+    If torchrun may continue with fewer machines (--nnodes MIN:MAX), this function does not end torchrun. The
+    exit status is then 123, so that torchrun starts the processes again on the remaining machines.
     """
     if is_under_torchrun():
         log.info(
@@ -64,12 +69,12 @@ def end_torchrun() -> int:
 
 
 class Interruption:
-    """Stops all ranks after the same training step if one receives a signal.
+    """Context manager to stop all ranks after the same training step if one receives a signal.
 
-    It is a context manager. An example of a signal is Ctrl-C. If a rank does not stop in time, it
-    exits without saving.
+    An example of a signal is Ctrl-C. If a rank does not finish its training step within 20 s after a signal,
+    the rank exits without saving.
 
-    is_paused: Function that returns whether this rank does something other than a training step, such as
+    is_paused: Function that returns whether the ranks do something other than a training step, such as
     saving. During such work, there is no time limit until a second signal arrives.
     """
 
@@ -86,18 +91,18 @@ class Interruption:
     def is_agreed(self) -> bool:
         """Returns whether all ranks know that one of them received a signal to stop.
 
-        They can then stop together. The result is equal on all ranks. It does not communicate.
+        If True, all ranks can stop after this step. The result is equal on all ranks. Does not communicate.
         """
         return self._all_stop.is_set()
 
     def record_requests(self, requests: Tensor | None) -> None:
         """Records whether any rank has received a signal to stop. All ranks call it after each step.
 
-        If the number is not 0, `is_agreed` returns True from then on. On CUDA, it does so one call later, so
-        that the CPU does not wait for the GPU.
+        If `requests` is not 0, `is_agreed` returns True from then on. On CUDA, `is_agreed` changes one call
+        later, so that the CPU does not wait for the GPU.
 
-        requests: Sum of the stop requests of the ranks, a scalar tensor, equal on all ranks. None if ranks
-        did not communicate in this step.
+        requests: Number of stop requests of all ranks, a scalar tensor, equal on all ranks. If the ranks did
+        not exchange requests in this step (local_steps > 1), None.
         """
         self._asked_at = time.monotonic()
         if requests is None:
@@ -116,7 +121,7 @@ class Interruption:
     def all_reduce_request(self) -> bool:
         """Returns on all ranks whether any rank received a signal to stop.
 
-        All ranks call it. For work between training steps, such as an evaluation. Sends one message.
+        All ranks call it, during work between training steps, such as an evaluation. It calls a collective.
         """
         self._asked_at = time.monotonic()
         if all_ranks().all_reduce_sum_(torch.tensor(int(self._is_requested))):

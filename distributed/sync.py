@@ -9,7 +9,7 @@ One step, on all ranks:
             flat.scalars.add(loss=loss.detach())      # before the backward pass, which may send scalars
             with flat.gradients_attached():
                 loss.backward()
-    scalars = sync.finish()                           # flat.gradients and every p.grad are sums over ranks
+    scalars = sync.finish()                           # flat.gradients are now sums over ranks
 
 Divide the loss by the global batch size before the backward pass. Gradients are summed over ranks, not
 averaged, so that the result does not depend on how the batch is divided.
@@ -59,8 +59,9 @@ class GradientSync:
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Context manager for the forward and backward pass of one part of the batch.
 
-        is_last: Whether it is the last part in this training step. Only the last one may send gradients to
-        other ranks. After it, no more numbers can be sent with them.
+        is_last: Whether gradients may be sent to other ranks during this backward pass. Pass True only for
+        the last part of a training step. After this part, `flat.scalars` accepts no more numbers. If no part
+        has is_last=True, `finish` sends all gradients (not with DDP).
         """
         with contextlib.nullcontext() if is_last else self._no_sync():
             yield
@@ -70,8 +71,9 @@ class GradientSync:
     def finish(self) -> dict[str, Tensor]:
         """Completes the sum of `flat.gradients` over all ranks, in place.
 
-        All ranks call it, after the last backward pass of a training step. Returns the numbers that were sent
-        with the gradients: {name: values of all ranks, [ranks]}.
+        All ranks call it, after the last backward pass of a training step. With local_steps > 1,
+        `flat.gradients` then contains the changes of the weights. Returns the numbers that were sent with
+        the gradients: {name: values of all ranks, [ranks]}.
         """
         raise NotImplementedError
 
@@ -88,8 +90,8 @@ class _Bucket:
         gradients: View of a range of the tensor of all gradients.
         send_buffer: Memory that is sent: `gradients`, or a copy in another dtype.
         num_parameters: Number of parameters whose gradients start in this range.
-        missing: Number of these parameters whose gradient this backward pass has not computed yet.
-        work: The message that is being sent, or None.
+        missing: Number of these parameters whose gradient the last backward pass has not computed yet.
+        work: The message that is being sent. If no message is being sent, None.
     """
 
     gradients: Tensor
@@ -100,10 +102,10 @@ class _Bucket:
 
 
 class FlatSync(GradientSync):
-    """Sums gradients by several all-reduces, which run during the backward pass.
+    """Sums gradients by several all-reduces, which run during the last backward pass of a training step.
 
-    Every `p.grad` is a view of `flat.gradients`, so that nothing is copied. If a rank does not use a
-    parameter, the gradient of the parameter is zero on that rank.
+    In a backward pass, every `p.grad` is a view of `flat.gradients`. If gradients are sent in their own
+    dtype, nothing is copied. If a rank does not use a parameter, this rank's gradient of it is zero.
     """
 
     name = "flat"
@@ -250,8 +252,8 @@ def build_gradient_sync(
 ) -> GradientSync:
     """Returns the `GradientSync` that the config selects. All ranks call it.
 
-    If `flat` is in shared memory, it is a `SharedMemorySync`. Otherwise, it is a `DDPSync` if sync="ddp" and
-    torch.distributed is initialized. In all other cases, it is a `FlatSync`.
+    If `flat` is in shared memory, returns a `SharedMemorySync`. If sync="ddp" and torch.distributed is
+    initialized, returns a `DDPSync`. In all other cases, returns a `FlatSync`.
 
     flat: Flat tensors with all weights and all gradients of `model`. sync, bucket_size_mb, sync_dtype:
     Values of the config keys of the same names.

@@ -1,8 +1,8 @@
 """Tensor parallelism (Megatron-LM, arXiv 1909.08053): each rank holds some heads and features of every block.
 
-A `Plan` describes how ranks divide a layer. The layer's input is the same on all ranks, and the backward pass
-sums the input's gradients over ranks. The forward pass sums the output over ranks. Weights stay plain
-tensors, fused matrices stay fused, and every rank holds the full weights outside of blocks.
+A `Plan` describes how ranks divide a layer. The layer's input is the same on all ranks. The forward pass sums
+the layer's output over ranks, and the backward pass sums the gradient of the input. Weights stay plain
+tensors, and fused matrices stay fused. Every rank holds the full weights outside of blocks.
 """
 
 import math
@@ -17,7 +17,7 @@ from distributed.shards import Span, Spans
 
 
 class _Copy(torch.autograd.Function):
-    """Returns x. The backward pass sums its gradient over `ranks`."""
+    """Returns x. The backward pass sums the gradient of x over `ranks`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
 
         The ranks hold equal slices of the axis `middle`: begin is index * middle / size.
 
-        index: The rank. size: Number of ranks that divide the weight.
+        index: Number of the rank among those that divide the weight. size: Number of these ranks.
         """
         begin, end = (number * self.middle // size for number in (index, index + 1))
         return self._replace(begin=begin, end=end)
@@ -127,7 +127,7 @@ def cut_tensors(
     """Applies tensor parallelism: replaces weights by the parts that this rank holds, in place.
 
     Returns {name of a replaced weight: its `Cut`}. Also adds hooks to each layer with a plan. In the forward
-    pass, they sum the output of the layer over ranks. In the backward pass, they sum the gradient of its
+    pass, the hooks sum the output of the layer over ranks. In the backward pass, they sum the gradient of the
     input. A plan views a weight as [outer, middle, rest], and the number of ranks must divide `middle`.
 
     ranks: Ranks that divide the weights. plan_of: Function that returns the `Plan` of a layer, or None if

@@ -1,12 +1,13 @@
 """The watchdog: ends all ranks if one hangs or is lost, and reports which rank, and where in the code.
 
-Every rank writes a heartbeat into the key-value store at every tick. Rank 0 reads the heartbeats of all
-ranks. Other ranks read only rank 0's, to keep the load of the store low. If a rank finds a missing heartbeat,
-or makes no progress itself, it sets the alarm in the store. Then all ranks read all heartbeats, report, and
-end. If no Python thread of a process can run, another process kills it (`distributed.backstop`).
+Every rank writes a heartbeat into the key-value store twice a second. Rank 0 reads the heartbeats of all
+ranks. Other ranks read only those of rank 0 and their own, to keep the load of the store low. If a rank finds
+that a heartbeat is missing, or makes no progress itself, the rank sets the alarm in the store. Then all ranks
+read all heartbeats, print a report, and end. If no Python thread of a rank can run, a helper process kills
+the rank (`distributed.backstop`).
 
 One thread exchanges heartbeats. Another thread watches the clock and never waits. Two threads are needed,
-because a call to the store ignores its timeout while the process that serves the store is stopped.
+because a call to the store ignores its timeout while the process that serves the store is suspended.
 """
 
 import contextlib
@@ -60,8 +61,8 @@ class _Heartbeat:
         time: Wall-clock time in seconds.
         step: Number of training steps done. None before the first step is done.
         state: What the rank does, with the line of code, as text.
-        is_paused: Whether this rank need not make progress now, because it evaluates or saves. On rank 0,
-            whether this is true of any rank.
+        is_paused: Whether this rank need not make progress now, because it evaluates or saves. In rank 0's
+            heartbeat, whether this is true of any rank.
         has_left: Whether the rank has left the watchdog's block. Missing heartbeats are then not a failure.
     """
 
@@ -75,10 +76,10 @@ class _Heartbeat:
 class Watchdog:
     """Context manager that ends all ranks if one of them hangs or is lost.
 
-    With one rank it does nothing. Every rank must finish its first training step within
-    init_timeout_seconds, and each later step within step_timeout_seconds. Inside a `paused` block, steps
-    have no time limit. If a rank exceeds the limit, or does not respond for as long, every rank prints the
-    stacks of its threads and exits with status 124.
+    With one rank, it ends nothing. Every rank must finish its first training step within
+    init_timeout_seconds, and each later step within step_timeout_seconds. While any rank is inside a `paused`
+    block, no rank has a time limit for its steps. If a rank exceeds the limit, or writes no heartbeat for as
+    long, every rank prints the stacks of its threads and exits with status 124.
 
     Time in which this process was suspended (SIGSTOP) does not count.
     """
@@ -103,9 +104,9 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def keep_record(self, path: Path) -> None:
-        """Keeps a file from which the next start of the run computes the recovery time.
+        """Keeps a file from which the next launch of the run computes the recovery time after a failure.
 
-        Rank 0 calls it before the first training step.
+        Rank 0 calls it before the first training step. With one rank, the file is not written.
 
         path: Path of the file (`distributed.failure_record`).
         """
@@ -136,7 +137,7 @@ class Watchdog:
     def is_paused(self) -> bool:
         """Returns whether any rank is inside a `paused` block.
 
-        No rank then needs to make progress. A change on another rank is visible about a second later.
+        While True, no rank needs to make progress. A change on another rank is visible about a second later.
         """
         return self._pauses > 0 or self._others_are_paused()
 

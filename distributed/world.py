@@ -55,8 +55,8 @@ def num_nodes() -> int:
 def is_elastic() -> bool:
     """Returns whether torchrun may continue with another number of machines (`--nnodes MIN:MAX`).
 
-    Without --nnodes, torchrun reads the environment variable PET_NNODES. Returns False on systems without
-    /proc.
+    The range may also come from the environment variable PET_NNODES of torchrun. On systems without /proc,
+    returns False.
     """
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
@@ -76,8 +76,8 @@ def read_launcher() -> None:
     """Checks the environment variables of the launcher. After srun, sets RANK, WORLD_SIZE and others.
 
     Call it at the start of a program, before the other functions of this module. Without a launcher, the
-    program runs on one rank. Raises ValueError if variables are missing, or if several processes have the
-    same rank. Exits with status 1 if a number is not valid.
+    program runs on one rank. If variables are missing, or if several processes have the same rank, raises
+    ValueError. If the number in a variable is not valid, exits with status 1.
     """
     _check_number("WORLD_SIZE", range(1, _MOST_RANKS))
     _check_number("RANK", range(_MOST_RANKS))
@@ -161,8 +161,8 @@ def is_main() -> bool:
 def rendezvous_store() -> dist.Store:
     """Returns the key-value store that all ranks share (`torch.distributed.Store`).
 
-    It works before init_process_group. All threads may call this function. Do not call it with only one
-    rank.
+    This function does not need a process group, and all threads may call it. With only one rank, do not call
+    it.
     """
     with _store_lock:  # so that only one thread starts a server
         return _rendezvous_store()
@@ -195,8 +195,8 @@ def may_restart() -> bool:
 def value_of_launch(key: str, value: str) -> str:
     """Returns the value that the first process of a torchrun job stored under a key.
 
-    If the key has no value, stores `value` and returns it. After torchrun has restarted the processes, they
-    get the same value again. Example: the random name of a run. torchrun must serve the store
+    If the key has no value yet, stores `value` and returns it. After torchrun has restarted the processes,
+    they get the same value again. Example: the random name of a run. torchrun must serve the key-value store
     (`agent_serves_store`).
     """
     # Only torchrun's store outlives the processes.
@@ -247,10 +247,10 @@ def _wait_for_name(host: str) -> None:
 def leave_store(ranks: Iterable[int]) -> None:
     """Makes rank 0 wait until the other ranks no longer need the key-value store.
 
-    All of `ranks` call it before they exit, if init_process_group was not called. Rank 0 waits at most a
-    minute, and only if it serves the store.
+    All of `ranks` call it before they exit, in a program that never called init_process_group. Rank 0 waits
+    at most a minute. If torchrun serves the store, rank 0 does not wait.
 
-    ranks: Ranks that will call it.
+    ranks: Ranks that call this function.
     """
     if world_size() == 1:
         return

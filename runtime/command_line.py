@@ -16,8 +16,8 @@ from runtime.writing import Patient, check_working_folder, prepare_streams
 def one_line_errors(program: str) -> Iterator[None]:
     """Context manager that prints an error of the user as one line and exits with status 1.
 
-    Errors of the user are ValueError, OSError and MemoryError. It also makes stdin, stdout and stderr safe
-    to use (`runtime.writing.prepare_streams`).
+    Errors of the user are ValueError, OSError and MemoryError. Also makes stdin, stdout and stderr safe to
+    use. Example: if the reader of stdout ends, as in `program | head`, this is not an error.
 
     program: Name of the program, with which the line starts.
     """
@@ -37,7 +37,7 @@ def warn(program: str, text: str) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """ArgumentParser that raises ValueError for a wrong option, instead of printing the usage.
+    """ArgumentParser that raises ValueError if an option is wrong, instead of printing the usage.
 
     module: Name of the module that `python -m` runs, for the help text.
     """
@@ -77,10 +77,10 @@ def import_plugins(arguments: Sequence[str]) -> None:
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
     """Raises ValueError if the user has passed one of the options `names`.
 
-    The default of these options is None. If the value is not None, the user has passed the option.
+    The default of these options must be None. Any other value means that the user has passed the option.
 
-    names: Attributes of `options`, such as "num_aug" for the option --num-aug. other: What the options are
-    for, to complete the message "--num-aug is for ...".
+    names: Attributes of `options`, such as "num_aug" for the option --num-aug. other: Text that completes the
+    message "--num-aug is for ...".
     """
     for name in names:
         if getattr(options, name, None) is not None:
@@ -88,9 +88,9 @@ def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {option: value} of a dataset builder, without --output-dir, for the manifest of the dataset.
+    """Returns {option: value} of a dataset builder, without --output-dir, to store them with the dataset.
 
-    instead: {option: value} to overwrite or add.
+    options: Parsed command-line options. instead: {option: value} to overwrite or add in the result.
     """
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 

@@ -1,13 +1,12 @@
 """Prepares a process for torch. Programs import this module before torch.
 
-It sets environment variables that libraries read when they load. It prepares the standard streams. If the
-working folder was removed, it ends the process.
+The import makes stdin, stdout and stderr safe to use. If the working folder was removed, it ends the process.
+It prints the first line of a program, because torch takes seconds to load. Then it sets environment variables
+that OpenMP reads when torch loads.
 
-It also prints the first line of a program, because torch takes seconds to load.
-
-A waiting OpenMP thread should spin only briefly, then sleep, because spinning threads take cores from other
-processes. If the user has set one of the variables, nothing is changed. Example: with two busy processes on
-the machine, a step of the demo on two threads takes 140 ms with these settings, and 2300 ms with
+With these variables, a waiting OpenMP thread spins only briefly, then sleeps. Spinning threads would take
+cores from other processes. If the user has set one of the variables, none is changed. Example: with two busy
+processes on the machine, a step of the demo on two threads takes 140 ms with these settings, and 2300 ms with
 OMP_WAIT_POLICY=ACTIVE. Without other processes, a step takes 49 ms with both, and 80 ms with PASSIVE.
 """
 
@@ -45,7 +44,9 @@ if not _WAITING & os.environ.keys():
 def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), cgroup_list: Path = Path("/proc/self/cgroup")) -> int:
     """Returns how many CPU cores this process may use, at least 1.
 
-    CPU affinity and cgroup quotas limit them. cgroup_list: File that lists the cgroups of this process.
+    On Linux, CPU affinity and cgroup quotas limit this number.
+
+    cgroups: Folder with the quotas of all cgroups. cgroup_list: File that lists the cgroups of this process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:

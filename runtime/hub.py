@@ -54,8 +54,8 @@ def is_address(location: str | Path) -> bool:
 def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) -> Address:
     """Parses the address of a repository on the Hugging Face Hub, such as hf://OWNER/NAME.
 
-    It does not contact the Hub. Raises ValueError if the text is not an address of this kind, or if the
-    package huggingface_hub is not installed.
+    Does not contact the Hub. Raises ValueError if the text is not an address of this kind, or if the package
+    huggingface_hub is not installed.
 
     kind: "model" for hf://OWNER/NAME, or "dataset" for hf://datasets/OWNER/NAME.
     """
@@ -95,8 +95,8 @@ def download(
     reached, the cache is used. Raises ValueError if the download fails or if the digest of a file is wrong.
 
     choose: Function that gets the names of all files in the repository, and returns the names of those to
-    download. It raises ValueError if a file that it needs is missing. by_hand: Advice for the user if neither
-    the Hub nor the cache has the files. say: Function that prints a line.
+    download. If a necessary file is missing, `choose` raises ValueError. by_hand: Advice for the user if the
+    Hub cannot be reached and the cache lacks the files. say: Function that prints a line.
     """
     with client_errors(address, by_hand=by_hand):
         pinned, sizes, cached = _list_files(address, say=say)
@@ -140,10 +140,11 @@ def download_file(
 
 
 def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None], str | None]:
-    """Lists the files of a repository on the Hugging Face Hub, or else in the cache.
+    """Lists the files of a repository on the Hugging Face Hub.
 
     Returns (address with the hash of the commit as revision, {file: size in bytes}, None). If the Hub cannot
-    be reached, the sizes are None, and the third value is a text with the names of the files in the cache.
+    be reached, lists the files in the local cache. The sizes are then None, and the third value is a text for
+    the user that names these files.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
@@ -186,7 +187,7 @@ def _check_digest(path: Path, *, where: str) -> None:
 def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
     """Context manager that converts errors of huggingface_hub to a ValueError of one line.
 
-    It also mutes the log of huggingface_hub.
+    Inside, huggingface_hub logs nothing. If stderr is not a terminal, it also shows no progress bars.
 
     address: Repository that the message names. by_hand: Advice for the user if the Hub cannot be reached.
     """

@@ -57,9 +57,9 @@ def is_step(value: Any) -> bool:
 def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
     """Removes the lines of metrics.jsonl for steps after `step`. Returns the other lines, parsed.
 
-    A run that resumes at `step` calls it, because it will log the later steps again. Weights & Biases (W&B)
-    cannot remove what it has received. The last removed step is therefore stored in a file, and
-    `last_wandb_step` returns it.
+    A run that resumes at `step` calls this function, because the run will log the later steps again. Lines
+    that are not valid are removed too. Weights & Biases (W&B) cannot remove rows that it has received.
+    Therefore the highest step that was ever removed is stored in a file. `last_wandb_step` reads it.
     """
     path, rows = run_folder / METRICS_FILE, list(read_rows(run_folder))
     last = max((values["step"] for values, _ in rows), default=0)
@@ -77,11 +77,10 @@ def forget_wandb_step(run_folder: Path) -> None:
 
 
 def last_wandb_step(run_folder: Path) -> int:
-    """Returns the highest step whose line was ever removed from metrics.jsonl, or 0 if none was.
+    """Returns the highest step whose line was ever removed from metrics.jsonl. If none was removed, 0.
 
     A run that resumes from an earlier step removes the lines of later steps, and logs these steps again.
-    Weights & Biases (W&B) cannot remove what it has received, so it may already have all steps up to this
-    one.
+    Weights & Biases (W&B) cannot remove rows, so it may already have rows up to the returned step.
     """
     path = run_folder / _WANDB_STEP_FILE
     text = read_text(path).strip() if path.exists() else ""

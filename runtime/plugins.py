@@ -20,7 +20,7 @@ _loaded: dict[Path, ModuleType] = {}
 def load_plugins(paths: Sequence[str]) -> None:
     """Imports plugins, which are Python files of the user. Skips those that are already imported.
 
-    Raises ValueError if a path is not a plugin, or if its code fails.
+    Raises ValueError if a path is not a plugin, or if importing it fails.
 
     paths: Python files, or folders with an __init__.py.
     """
@@ -75,7 +75,10 @@ def defined(part: str) -> list[Any]:
 
 
 def plugin_of(part: str, value: Any) -> ModuleType | None:
-    """Returns the plugin with the global variable `part`, such as "KIND", that is the object `value`."""
+    """Returns the plugin whose global variable `part`, such as "KIND", is the object `value`.
+
+    If there is none, for example for a kind of this repository, returns None.
+    """
     return next((module for module in _loaded.values() if vars(module).get(part) is value), None)
 
 

@@ -1,8 +1,9 @@
 """Safe reading of untrusted files: text, JSON, YAML and .npz arrays, with size limits.
 
-Invariant: a JSON value has at most 64 MiB of text, and a YAML value at most 256 KiB, because its parser is
-slow. Both have at most 40 levels, and no repeated key. YAML aliases are refused, because with them a small
-text can make a huge value. Every error is a ValueError of one line that starts with the path.
+A JSON file may have at most 64 MiB, unless the caller allows more. A YAML file may have at most 256 KiB,
+because its parser is slow. The values in both have at most 40 nested levels and no repeated key. YAML aliases
+are refused, because with them a small text can make a huge value. Every error is a ValueError of one line
+that starts with the path.
 """
 
 import contextlib
@@ -35,14 +36,15 @@ class MissingFileError(ValueError):
 
 
 class PointerFileError(ValueError):
-    """Raised if git has stored a large file elsewhere (Git LFS), and its content was not downloaded."""
+    """Raised if a file is only a pointer of Git LFS, because its content was not downloaded."""
 
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager that opens a file to read bytes. Raises ValueError if that fails.
+    """Context manager that opens a file to read bytes.
 
-    It also refuses folders, special files and pointer files of Git LFS.
+    Raises ValueError if the file cannot be opened or read. Also raises ValueError for a folder, a special
+    file (such as a pipe), and a pointer file of Git LFS.
     """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer; the check below refuses it.
@@ -125,17 +127,21 @@ def read_lines(path: Path, *, most: int = MOST_BYTES, allows_zeros: bool = False
 
 
 def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
-    """Returns the value in a JSON file, read as in `read_bytes` and `parse_json`."""
+    """Returns the value in a JSON file. A file that ends in .gz is decompressed.
+
+    Raises ValueError if the file cannot be read, has more than `most` bytes, or is not valid JSON. JSON that
+    repeats a key, has more than 40 nested levels, or contains an integer beyond 2^64 is not valid.
+    """
     return parse_json(read_bytes(path, most=most), where=str(path))
 
 
 def parse_json(text: str | bytes, *, where: str) -> Any:
     """Parses JSON from a text, or from UTF-8 bytes.
 
-    Raises ValueError if it is not valid JSON, repeats a key, has more than 40 nested levels, or contains an
-    integer beyond 2^64.
+    Raises ValueError if the text is not valid JSON, repeats a key, has more than 40 nested levels, or
+    contains an integer beyond 2^64 or -2^64.
 
-    where: Name of the source, such as the path. The message starts with it.
+    where: Name of the source, such as the path. The message starts with this name.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -147,7 +153,7 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
 
 
 def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYTES) -> list[np.ndarray]:
-    """Returns arrays of an .npz file by name. Raises ValueError if that fails.
+    """Returns the arrays `names` of an .npz file. If they cannot be read, raises ValueError.
 
     Arrays of Python objects are refused, because loading them could execute code. The size is checked before
     decompression.

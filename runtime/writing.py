@@ -21,10 +21,10 @@ _ENDING = ".unfinished"
 
 @contextlib.contextmanager
 def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Context manager that opens a temporary file, which replaces `path` at the end.
+    """Context manager that opens a temporary file. At the end of the block, this file replaces `path`.
 
     The replacement is atomic, and happens after the content is on disk (fsync). If the block raises an
-    exception, `path` is unchanged. Raises OSError if the file cannot be written.
+    exception, `path` does not change. Raises OSError if the file cannot be written.
 
     mode: "w" (text, UTF-8) or "wb" (bytes).
     """
@@ -57,9 +57,11 @@ def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
 
 
 def to_yaml(value: Any, **options: Any) -> str:
-    """Returns a value as YAML text, without aliases, because `runtime.reading` refuses them.
+    """Returns a value as YAML text. Keys keep their order.
 
-    Keys keep their order. options: Options of yaml.dump.
+    The text has no aliases (*name), because `runtime.reading` refuses files with aliases.
+
+    options: Options of yaml.dump.
     """
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
@@ -110,7 +112,7 @@ def prepare_streams() -> None:
 
 
 def check_working_folder() -> None:
-    """Raises ValueError if the working directory was removed. torch could not be imported then."""
+    """Raises ValueError if the working directory was removed. Importing torch would then fail."""
     try:
         os.getcwd()
     except OSError as error:
@@ -119,9 +121,9 @@ def check_working_folder() -> None:
 
 
 class Patient:
-    """Wraps an output stream, so that a closed reader causes no error.
+    """Wraps an output stream, so that no error occurs after the reader of the stream has ended.
 
-    Example: `program | head`. After the reader has closed the stream, output is discarded.
+    Example: `program | head`. After `head` has ended, the output of the program is discarded.
     """
 
     def __init__(self, stream: TextIO):
