@@ -1,8 +1,8 @@
 """The types that all models share: the carry of the slots, the settings and the result of a thinking step.
 
 A slot is one position of the batch, and works on one puzzle at a time. `HaltingModel.forward` runs one
-thinking step: it takes the `Carry` of all slots, and returns a `StepOutput`. This contains the carry for the
-next thinking step, and a `Prediction`.
+thinking step: it takes the `Carry` of all slots, and returns a `StepOutput`. The `StepOutput` contains the
+carry after the step, and a `Prediction`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ State = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """Settings of thinking steps: how many, how many cycles each has, when puzzles halt, and the noise.
+    """Settings of thinking steps: number of steps and cycles, halting, and noise.
 
     Training and an evaluation may use different settings.
     """
@@ -126,7 +126,7 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
-        """Returns a carry with one of the puzzles of each slot. The tensors lose the axis of boards.
+        """Returns a carry with one of the puzzles of each slot, without the axis of boards.
 
         picked: Index of the puzzle in each slot, int64 [batch]. If None, each slot stores only one puzzle,
         and this carry itself is returned.

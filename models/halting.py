@@ -17,7 +17,8 @@ Every slot halts after the largest number of steps. It may halt earlier:
     evaluation, halting=act   arch.eval_halt_max_steps   if the Q head wants to (FPRM: if the residual is
                                                          small, SE-RRM: if all cells have p > 1/2)
     evaluation, Flow          arch.eval_halt_max_steps   never. `halting` has no effect
-    evaluation, LDT           arch.eval_halt_max_steps   if the board is solved. `halting` has no effect
+    evaluation, LDT           arch.eval_halt_max_steps   if the board is solved, or another sample of the
+                                                         puzzle was solved first. `halting` has no effect
     trace of an answer        arch.eval_halt_max_steps   never
 
 eval_halt_max_steps  If this key is null, arch.halt_max_steps applies. `evaluate.py halt_max_steps=8` and

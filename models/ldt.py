@@ -203,7 +203,8 @@ class LDT(Network):
     def complete(metadata: Metadata, weights: State) -> Metadata:
         """Returns a copy of the metadata of a dataset, with the facts that the network needs.
 
-        Example: which labels a cell may have, by its input token. The files of a dataset do not contain them.
+        Example: which labels a cell may have, by its input token. The files of a dataset do not contain these
+        facts.
 
         weights: State dict of a trained network. The tensors with names in `of_data` contain the facts.
         """
@@ -212,8 +213,6 @@ class LDT(Network):
         may_turn, may_permute = map(bool, weights["symmetries"])
         may = {"may_turn": may_turn, "may_permute": may_permute}
         return dataclasses.replace(metadata, candidates=candidates, **may)
-
-    # Boards.
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
         entered = self.candidates[data.inputs.long()][..., self.values]  # uint8 [batch, cells, values]
@@ -244,8 +243,6 @@ class LDT(Network):
         guess = torch.where(state["outcome"] == CONTRADICTORY, RESET, state["guess"])
         return candidates.bool(), guess
 
-    # Halting.
-
     def wants_to_halt(self, state: State, prediction: LDTPrediction, rng: SlotRng | None = None) -> Tensor:
         return leaves(state) if self.training else prediction.q_halt > 0
 
@@ -256,8 +253,6 @@ class LDT(Network):
         if self.boards_per_slot == 1:
             return None
         return rng.integers((), below=self.boards_per_slot, use="picked board")
-
-    # Forward pass.
 
     def forward(
         self,

@@ -1,5 +1,8 @@
 """The loss and the metrics of LDT. models/ldt.py introduces the words for boards and cells.
 
+A board is lost if the right value of some cell is not a candidate. A given cell had only one candidate at the
+start of the board.
+
     loss = sum of keep_loss / slots
            + digit_weight * sum of digit_loss / digit_cells
            + conflict_weight * sum of conflict_loss / slots
@@ -76,8 +79,6 @@ class BoardObjective:
 
     def __init__(self, arch: LDTConfig):
         self.arch = arch
-
-    # Training.
 
     def divisors(self, carry: Carry) -> Sums:
         board = with_target(carry.state)
@@ -166,8 +167,6 @@ class BoardObjective:
             "solved": solved,
             "solved_right": solved & is_right(after.state),
         }
-
-    # Evaluation.
 
     def sums(self, output: StepOutput) -> Sums:
         labels, prediction = output.carry.data.labels, output.prediction

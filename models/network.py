@@ -1,7 +1,8 @@
 """The interface of a network: one thinking step, from a state and puzzles to the next state and an answer.
 
 `Network` is the base class of all networks. `TokenNetwork` is the base class of networks with one vector for
-each cell, such as HRM and TRM. It embeds the puzzle (`embed`) and reads the answer from a state (`answer`).
+each cell, such as HRM and TRM. `TokenNetwork.embed` embeds the puzzle, and `TokenNetwork.answer` computes the
+answer from a state.
 """
 
 import contextlib
@@ -225,8 +226,8 @@ class TokenNetwork(Network):
 def build_q_head(width: int) -> Linear:
     """Builds the output layer for q_halt and q_continue, the logits that decide when a puzzle halts.
 
-    Initially both are -5 for every hidden state. So no slot halts early, whether the rule is q_halt > 0 or
-    q_halt > q_continue.
+    Initially, q_halt and q_continue are -5 for every hidden state. So no slot halts early, neither by the
+    rule q_halt > 0 nor by the rule q_halt > q_continue.
     """
     q_head = Linear(width, 2, bias=True)
     nn.init.zeros_(q_head.weight)

@@ -47,7 +47,7 @@ def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
 
 # Small numbers may be added to a key, if several keys are needed.
 def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Returns a random key for each position of the global batch: int64 [batch_size].
+    """Returns a random key for each slot of the global batch: int64 [batch_size].
 
     The keys are in [0, 2**62). Runs on the host.
     """
@@ -113,8 +113,8 @@ class SlotRng:
     ) -> SlotRng:
         """Creates the source of random numbers of a training step.
 
-        step: Number of the training step. slots: Positions in the global batch that this source is for.
-        arrays: Results of `Network.sample_randomness` for these positions.
+        step: Number of the training step. slots: Numbers of the slots in the global batch, such as range(0,
+        64). arrays: Results of `Network.sample_randomness` for these slots.
         """
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)

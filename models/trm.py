@@ -9,8 +9,8 @@ Thinking step      `TRM.forward` below: three H cycles. An H cycle calls the lev
 Gradient           The calls of the last H cycle have gradient. The calls of earlier H cycles, and earlier
                    thinking steps, have none.
 Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.embed` (models/network.py) puts
-                   it before the cells: into position 0. Positions 1 to 15 are zeros. In each training step,
-                   sign SGD with weight decay updates the vectors of the puzzles in the batch
+                   the vector into position 0, before the cells. Positions 1 to 15 are zeros. In each training
+                   step, sign SGD with weight decay updates the vectors of the puzzles in the batch
                    (models/puzzle_embedding.py).
 Halting            Training: A slot halts after 16 thinking steps, or earlier if q_halt > 0. In each training
                    step, a slot explores with probability 0.1: it samples a minimum from 2 to 16. If the slot

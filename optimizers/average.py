@@ -33,9 +33,9 @@ class Average:
     def update(self, steps: range) -> None:
         """Adds the current weights to the averages, once for each training step in `steps`.
 
-        steps: Numbers of consecutive training steps, from 1. Usually only the current step. With local_steps
-        > 1, ranks train separately, and merge their weights every few steps. After a merge, `steps` contains
-        all steps since the previous merge. After any other step, it is empty, and nothing changes.
+        steps: Numbers of consecutive training steps, from 1. With local_steps=1, only the current step. If
+        local_steps > 1, ranks train separately, and merge their weights every few steps. After a merge,
+        `steps` contains all steps since the previous merge. After other steps, it is empty.
         """
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
