@@ -20,9 +20,9 @@ class Block(nn.Module):
 
     mlp: MLP that is applied to each position. eps: Added to the mean square in each norm. self_attn:
     Attention over the positions. conv: Convolution over the grid of cells. If self_attn is None, conv(h)
-    replaces self_attn(h). Otherwise, conv(h) is added to it. mlp_t: MLP along the axis of positions. It
-    replaces self_attn and conv. The norm after it is then over the positions, for each feature (arXiv
-    2510.04871, section 4.5).
+    replaces self_attn(h). If both are passed, their results are added. mlp_t: MLP along the axis of
+    positions. If it is passed, it replaces self_attn and conv, and the first norm is over the positions, for
+    each feature (arXiv 2510.04871, section 4.5).
     """
 
     def __init__(

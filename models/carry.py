@@ -1,8 +1,8 @@
 """The types that all models share: the carry of the slots, the settings and the result of a thinking step.
 
 A slot is one position of the batch, and works on one puzzle at a time. `HaltingModel.forward` runs one
-thinking step: it takes the `Carry` of all slots, and returns a `StepOutput`. This contains the carry for the
-next thinking step, and a `Prediction`.
+thinking step: it takes the `Carry` of all slots, and returns a `StepOutput`. The `StepOutput` contains the
+carry after the step, and a `Prediction`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ State = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """Settings with which a model is called. Training and an evaluation may use different settings."""
+    """Settings of thinking steps: number of steps and cycles, halting, and noise.
+
+    Training and an evaluation may use different settings.
+    """
 
     max_steps: int  # number of thinking steps after which a puzzle halts in any case
     # "max": No puzzle halts before max_steps. "act": Puzzles may halt before (models/halting.py).
@@ -67,15 +70,15 @@ class Reasoning:
 
 
 class Prediction(NamedTuple):
-    """The output of one call of a network. Some networks return more fields.
+    """The answer of a network after one thinking step. Some networks return more fields.
 
     Attributes:
         logits: Logits of the answer, for each cell over all tokens, [batch, seq_len, vocab] in the dtype of
             the activations.
         q_halt: Logit of the probability that the answer is right, float32 [batch].
-        q_continue: Logit of the probability that the answer will be right after more calls of the network,
-            float32 [batch]. With arch.no_ACT_continue=false, the model stops working on a puzzle if q_halt >
-            q_continue. None if the network has no such output.
+        q_continue: Logit of the probability that the answer will be right after more thinking steps, float32
+            [batch]. With arch.no_ACT_continue=false, the network wants to halt if q_halt > q_continue. With
+            true, q_continue has no effect. None if the network has no such output.
     """
 
     logits: Tensor
@@ -84,15 +87,15 @@ class Prediction(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """State of a batch of puzzles between two calls of the model.
+    """What the slots of a batch store between two thinking steps: puzzles, hidden states and counters.
 
-    If a slot stores several puzzles at once (LDT with boards_per_slot > 1), every tensor is [batch,
+    In training, a slot of LDT stores several puzzles if boards_per_slot > 1. Every tensor is then [batch,
     boards, ...].
 
     Attributes:
         state: Tensors of the network, such as hidden states, {name: tensor [batch, ...]}.
-        steps: How many calls of the model each puzzle has had, int32 [batch].
-        halted: Which puzzles have halted, bool [batch]. Their slots get other puzzles next.
+        steps: Number of thinking steps that each puzzle has had, int32 [batch].
+        halted: Which puzzles have halted, bool [batch]. `HaltingModel.refill` replaces these puzzles.
         data: The puzzles and their labels. Its field `answers` is None.
     """
 
@@ -123,9 +126,10 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
-        """Returns a carry with one puzzle for each slot, if slots store several.
+        """Returns a carry with one of the puzzles of each slot, without the axis of boards.
 
-        picked: Index of the puzzle in each slot, int64 [batch]. If None, returns the carry itself.
+        picked: Index of the puzzle in each slot, int64 [batch]. If None, each slot stores only one puzzle,
+        and this carry itself is returned.
         """
         if picked is None:
             return self
@@ -133,9 +137,11 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Reverses `boards`: overwrites one puzzle in each slot, in place. Returns this carry.
+        """Overwrites one of the puzzles of each slot, in place. Returns this carry.
 
-        If `picked` is None, returns `boards`, the new puzzles, and does not change this carry.
+        picked: Index of the puzzle to overwrite in each slot, int64 [batch]. If None, each slot stores only
+        one puzzle. Then `boards` is returned, and this carry does not change. boards: New puzzles and their
+        states, one for each slot.
         """
         if picked is None:
             return boards
@@ -155,7 +161,7 @@ class Carry(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The result of one call of the model: new state of the batch, and prediction."""
+    """The result of one thinking step: the carry after the step, and the prediction."""
 
     carry: Carry
     prediction: Prediction
@@ -175,8 +181,8 @@ def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
 
 
 def where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Selects `new` or `old` for each slot, as torch.where does for each element.
+    """Returns a tensor [batch, ...] with the entries of `new` in some slots, and of `old` in all others.
 
-    mask: bool [batch], True for `new`. new, old: Tensors [batch, ...].
+    mask: bool [batch], True in slots with the entry of `new`. new, old: Tensors [batch, ...].
     """
     return torch.where(mask.view(-1, *[1] * (new.ndim - 1)), new, old)

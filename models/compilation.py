@@ -31,11 +31,11 @@ COMPILER_OPTIONS = {
 
 
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Returns whether to compile the transformer blocks of a run.
+    """Returns whether to compile the transformer blocks of a model.
 
-    choice: True, False or "auto". With "auto", the result is True if the run is long enough for its device:
-    if faster steps save more time than compiling takes. num_steps: Number of training steps of the run,
-    including those before a resume.
+    choice: True, False or "auto". With "auto", the result is True if faster steps save more time on this
+    device than compiling takes. num_steps: Number of training steps of the run, including those before a
+    resume. In an evaluation, the number of calls of the model.
     """
     return num_steps >= _STEPS_TO_PAY.get(device.type, float("inf")) if choice == "auto" else bool(choice)
 
@@ -70,7 +70,9 @@ def find_compiler_failure(device: torch.device) -> str | None:
 def find_damaged_library(error: str) -> str | None:
     """Returns an error message if torch.compile failed because of a damaged file in its cache.
 
-    Returns None if there was another reason. error: Error output of the process that called torch.compile.
+    If torch.compile failed for another reason, returns None.
+
+    error: Error output of the process that called torch.compile.
     """
     if (found := _DAMAGED.search(error)) is None:
         return None

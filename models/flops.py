@@ -23,7 +23,7 @@ from models.random import SlotRng
 
 
 class Step(NamedTuple):
-    """The cost of one call of the model on one puzzle.
+    """The cost of one thinking step on one puzzle.
 
     Attributes:
         flops: Number of floating-point operations.
@@ -36,9 +36,9 @@ class Step(NamedTuple):
 
 
 class StepCounter:
-    """Counts the floating-point operations of calls of a model, and caches the results.
+    """Counts the floating-point operations of thinking steps of a model, and caches the results.
 
-    All counts are for one puzzle.
+    All counts are for one thinking step on one puzzle.
 
     model: The complete model, not only the part of a pipeline stage or tensor-parallel rank. The constructor
     moves it to the meta device, in place. seq_len: Number of cells (tokens) of a puzzle.
@@ -55,9 +55,9 @@ class StepCounter:
         return self._counted[reasoning, trains]
 
     def flops(self, reasoning: Reasoning, *, trains: bool = False) -> float:
-        """Returns the number of floating-point operations of one call of the model on one puzzle.
+        """Returns the number of floating-point operations of one thinking step on one puzzle.
 
-        reasoning: Settings of the call, such as its number of cycles. trains: Whether to include the backward
+        reasoning: Settings of the step, such as its number of cycles. trains: Whether to include the backward
         pass, and the extra forward passes that compute training targets.
         """
         flops, more = self.count(reasoning, trains=trains).flops, 0.0
@@ -66,7 +66,10 @@ class StepCounter:
         return flops + more
 
     def carry_bytes(self) -> int:
-        """Returns how many bytes a slot stores between calls: the puzzle and its state."""
+        """Returns how many bytes a slot stores between training steps: its puzzles and their states.
+
+        A slot stores one puzzle, or boards_per_slot puzzles (LDT).
+        """
         carry = self.model.blank_carry(1, seq_len=self._seq_len, device=torch.device("meta"))
         return sum(tensor.nbytes for tensor in carry.tensors().values())
 

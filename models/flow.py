@@ -2,19 +2,22 @@
 
 A slot starts from noise x0, normal numbers of shape [cells, vocab]. The interpolant (1 - t) x0 + t x1 leads
 from x0 at time t = 0 to the right answer x1 (one-hot) at t = 1. A thinking step reads a point x of this path
-and its time t, and predicts x1. All thinking steps of an answer share x0, and pass on TRM's states z_H and
-z_L.
+and its time t, and predicts x1. All thinking steps on a puzzle have the same x0. The hidden states z_H and
+z_L continue from one thinking step to the next, as in TRM.
 
-Thinking step      `Flow.forward` below. Its H cycles, gradient and heads are those of models/trm.py.
-Training           Step i reads the interpolant at a random time t_i. The times of an answer increase
+Thinking step      `Flow.forward` below: the H cycles of TRM. By default, only the calls of the last H cycle
+                   have gradient.
+Training           Step i reads the interpolant at a random time t_i. The times of a puzzle's steps increase
                    (`Flow._interpolate`). With arch.own_predictions, a step after the first one may read a
                    path that ends in the prediction of the step before, in place of x1.
 Evaluation         n thinking steps at the times i / n. Each step moves x towards the predicted answer
-                   (`Flow._renoise` and `Flow._move`). With sde_noise > 0, each step first puts some noise
-                   back (the paper's SDE). With sde_noise=0, only x0 is random (the ODE).
-Halting            Training: as TRM. Evaluation: a slot never halts before step n. The Q head selects among
-                   several samples of a puzzle (select=q_head).
-Loss               As TRM. The targets are the labels, also in steps that read an own prediction.
+                   (`Flow._renoise` and `Flow._move`). With sde_noise > 0 (the default), each step first adds
+                   noise to x (the paper's SDE). With sde_noise=0, only x0 is random (the ODE).
+Halting            Training: A slot halts if q_halt > 0, or after 16 thinking steps, with the exploration of
+                   TRM. Evaluation: A slot never halts before step n. If a puzzle has several samples, the one
+                   with the largest q_halt gives the answer (select=q_head).
+Loss               The loss of TRM (models/trm.py). The targets are the labels, also in steps that read the
+                   prediction of the step before.
 
 The paper leaves the embedded puzzle out if the answer contains it, as in Sudoku: given cells of x are then
 always right. Here every puzzle is embedded, as the paper does for ARC and graph coloring, and x covers all
@@ -25,8 +28,8 @@ The state of a slot:
     z_H, z_L  [batch, positions, hidden]     in the forward dtype, as in TRM
     x         float32 [batch, cells, vocab]  in training always x0. In evaluation the point of the path
     guess     float32 [batch, cells, vocab]  in training the prediction of the step before. In evaluation 0
-    target    int32 [batch, cells]           in training the right answer. Cells without a label have their
-                                             input. In evaluation always the input, so no label is read
+    target    int32 [batch, cells]           in training the right answer. In a cell without a label, it is
+                                             the input. In evaluation always the input, so no label is read
     time      float32 [batch]                in training the time of the step before. In evaluation 0
     step      int32 [batch]                  number of steps so far
 """
@@ -52,8 +55,8 @@ from models.random import SlotRng
 class Flow(TokenNetwork):
     """The network of Looped Flows (arXiv 2609.11801). It turns noise into an answer.
 
-    Each call of the network reads a point x on a path from noise x0 (time t = 0) to an answer (t = 1), and
-    predicts the right answer:
+    Each thinking step reads a point x on a path from noise x0 (time t = 0) to an answer (t = 1), and predicts
+    the right answer:
 
         e = embedded puzzle + sqrt(hidden_size) x @ W_x (at the cells) + time_mlp(t)
         H_cycles times:
@@ -63,12 +66,13 @@ class Flow(TokenNetwork):
         q_halt, q_continue = q_head(z_H at position 0)
 
     x is [batch, cells, vocab]. In training, x is by default (1 - t) x0 + t * (right answer, one-hot) at a
-    random time t. In an evaluation, x starts as x0, and each call moves it towards the predicted answer.
+    random time t. In an evaluation, x starts as x0, and each thinking step moves x towards the predicted
+    answer. With sde_noise > 0, each thinking step first adds noise to x.
 
     W_x is a learned matrix, and time_mlp a small MLP. z_H and z_L are hidden states, [batch, positions,
     hidden]. L(z, y) applies a stack of transformer blocks to z + y. All calls of L in the last
     `gradient_cycles` H cycles have gradient. If gradient_cycles is 0, only the last call for each state has
-    gradient. q_continue is ignored.
+    gradient. q_continue has no effect.
     """
 
     is_random = True

@@ -1,8 +1,8 @@
 """The Fixed-Point Reasoning Model (FPRM, arXiv 2606.18206): updates one state until it hardly changes.
 
-A slot halts if its state hardly changes any more (`wants_to_halt`), or after the largest number of steps. The
-Q head is trained, but it does not decide about halting. Puzzle embedding and loss are the same as in
-models/trm.py, where they are explained.
+A slot wants to halt if its state hardly changes any more (`wants_to_halt`). The Q head is trained, but it
+does not decide about halting. Puzzle embedding and loss are the same as in TRM (models/trm.py). The table in
+models/halting.py lists when a slot halts.
 
 By default (config/arch/fprm.yaml), a thinking step has 6 calls of a level of 2 blocks in training, and 1 call
 in evaluation. `decay` in the formulas of `FPRM` is arch.stepsize_decay_train or arch.stepsize_decay_eval.
@@ -106,19 +106,20 @@ class FixedPointLevel(Level):
 class FPRM(TokenNetwork):
     """The network of FPRM (arXiv 2606.18206): updates one hidden state until it hardly changes.
 
-    One call of the network, with the hidden state z_H, the embedded puzzle e, and f of `FixedPointLevel`:
+    One thinking step, with the hidden state z_H, the embedded puzzle e, and the function f that
+    `FixedPointLevel` computes:
 
         L_cycles times:
             z = f(z_H)
             r = max over positions of (max over features of |z_H - z|) / (max over features of |z|)
             z_H = z_H + w (z - z_H)
-            w = decay * w  if r has had no new minimum for `decay_patience` iterations, and r >= fp_thresh
+            w = decay * w  if r has had no new minimum for `decay_patience` calls of f, and r >= fp_thresh
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
     r is the residual of a puzzle, and w its step size, initially 1. decay, decay_patience and fp_thresh come
-    from the config. The model stops working on a puzzle if r < fp_thresh or w < 0.001. All iterations have
-    gradient. The returned state is detached.
+    from the config. The network wants to halt if r < fp_thresh or w < 0.001. All calls of f have gradient.
+    The returned state is detached.
     """
 
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")

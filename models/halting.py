@@ -2,8 +2,8 @@
 
 A slot is one position of the batch, and works on one puzzle at a time. Each call of `HaltingModel` is one
 thinking step of every slot. If a slot halts, its answer counts in the metrics, and the slot starts on another
-puzzle (`HaltingModel.refill`). In training, it starts in the next training step. In an evaluation with
-halting=act, it starts before the next call of the model (evaluation/loop.py).
+puzzle (`HaltingModel.refill`). In training, the new puzzle starts in the next training step. In an evaluation
+with halting=act, it starts before the next call of the model (evaluation/loop.py).
 
 Every slot halts after the largest number of steps. It may halt earlier:
 
@@ -17,7 +17,8 @@ Every slot halts after the largest number of steps. It may halt earlier:
     evaluation, halting=act   arch.eval_halt_max_steps   if the Q head wants to (FPRM: if the residual is
                                                          small, SE-RRM: if all cells have p > 1/2)
     evaluation, Flow          arch.eval_halt_max_steps   never. `halting` has no effect
-    evaluation, LDT           arch.eval_halt_max_steps   if the board is solved. `halting` has no effect
+    evaluation, LDT           arch.eval_halt_max_steps   if the board is solved, or another sample of the
+                                                         puzzle was solved first. `halting` has no effect
     trace of an answer        arch.eval_halt_max_steps   never
 
 eval_halt_max_steps  If this key is null, arch.halt_max_steps applies. `evaluate.py halt_max_steps=8` and
@@ -31,8 +32,9 @@ Q head               It wants to halt if q_halt > 0. This means that the answer 
                      wrong. With arch.no_ACT_continue=false (HRM), it wants to halt if q_halt > q_continue.
 exploration          In every training step, each slot explores with probability arch.halt_exploration_prob.
                      An exploring slot samples a minimum number of steps, uniform from 2 to the largest
-                     number. If it has made fewer steps on its puzzle, it does not halt in this training step.
-                     The minimum is then forgotten: the next training step samples again for every slot.
+                     number. If the slot has made fewer steps on its puzzle, it does not halt in this training
+                     step. The minimum counts only in this training step. The next one samples again for every
+                     slot.
 """
 
 from __future__ import annotations
@@ -57,12 +59,14 @@ if TYPE_CHECKING:
 def sample_exploration(
     arch: ArchConfig, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
 ) -> dict[str, np.ndarray]:
-    """Samples how many thinking steps each slot must have made before it may halt ("exploration" above).
+    """Samples how many thinking steps each slot must have made before it may halt, in one training step.
 
-    Returns {"min_steps": int32 [batch_size]} for one training step, with 0 for slots that do not explore. If
-    arch.halt_exploration_prob is 0 or reasoning.max_steps is 1, returns {}. Runs on the host.
+    Returns {"min_steps": int32 [batch_size]}. A slot explores with probability arch.halt_exploration_prob.
+    The entry of an exploring slot is from 2 to reasoning.max_steps. All other entries are 0. If the
+    probability is 0, or reasoning.max_steps is 1, returns {}. Runs on the host.
 
-    step: Number of the training step. batch_size: Size of the global batch. All numbers depend on it.
+    step: Number of the training step. batch_size: Size of the global batch. With another size, the same
+    slots explore, but with other minimum numbers.
     """
     if not arch.halt_exploration_prob or reasoning.max_steps == 1:
         return {}
@@ -73,15 +77,15 @@ def sample_exploration(
 
 
 class HaltingModel(nn.Module):
-    """A network, and the rule that decides how often it is called on each puzzle.
+    """A network, and the rule that decides how many thinking steps each puzzle gets.
 
-    A batch has a fixed number of positions, each with one puzzle. A call of the model calls the network once
-    on all puzzles of the batch. Then the rule decides which puzzles halt. A puzzle that halts is finished,
-    and `refill` puts another puzzle at its position.
+    A slot is one position of the batch. Each slot works on one puzzle. A call of the model is one thinking
+    step: it calls the network once on all slots. Then the rule decides which slots halt. Before the next
+    thinking step, `refill` puts another puzzle into each halted slot.
 
     Attributes:
         network: The network, such as `models.trm.TRM`.
-        reasoning: Settings of the calls in training, such as the largest number of calls for each puzzle.
+        reasoning: Settings of thinking steps in training, such as their largest number for each puzzle.
             `eval_reasoning` returns the settings for an evaluation.
     """
 
@@ -92,12 +96,12 @@ class HaltingModel(nn.Module):
         self.reasoning = Reasoning.of_arch(arch, max_steps=arch.halt_max_steps, halting="act")
 
     def eval_reasoning(self, halting: Literal["max", "act"]) -> Reasoning:
-        """Returns the settings for an evaluation, such as the largest number of calls.
+        """Returns the settings for an evaluation, such as the largest number of thinking steps.
 
         Pass the result to `refill` and to calls of the model.
 
-        halting: If "max", every puzzle gets the largest number of calls. If "act", a puzzle may halt after
-        fewer calls. For LDT, the setting is always "act".
+        halting: If "max", every puzzle gets the largest number of thinking steps. If "act", a puzzle may halt
+        earlier. For LDT, the result always has "act".
         """
         arch = self.network.arch
         max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
@@ -106,9 +110,9 @@ class HaltingModel(nn.Module):
         return dataclasses.replace(reasoning, **arch.eval_changes)  # other cycles in evaluation (FPRM)
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """Returns a state of the batch in which every puzzle is marked as finished.
+        """Returns a carry in which every slot has halted.
 
-        Pass it to `refill`, which then starts every slot on a new puzzle.
+        Pass the carry to `refill`, which then starts every slot on a new puzzle.
 
         batch: Puzzles, one for each slot.
         """
@@ -119,21 +123,19 @@ class HaltingModel(nn.Module):
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
-        """Replaces finished puzzles by new ones, at the same positions of the batch.
+        """Starts every halted slot on a new puzzle: slot i gets puzzle i of `batch`.
 
-        The new puzzle at position i is puzzle i of `batch`. If the puzzle at position i is not finished, it
-        stays, and puzzle i of `batch` is not used.
+        A slot that has not halted keeps its puzzle and its state. Its puzzle of `batch` is not used.
 
         Args:
-            carry: State of the batch after a call of the model. It does not change. Its field `halted` is
-                True for finished puzzles.
+            carry: Carry after a thinking step. It does not change. Its field `halted` selects the slots.
             batch: New puzzles, one for each slot.
-            reasoning: Settings of the calls of the model. Its field init_noise is the standard deviation of
-                random initial states. If it is 0, they are not random.
-            rng: Random numbers of the slots. If None, the initial states are not random.
+            reasoning: Settings of thinking steps. The field init_noise is the standard deviation of random
+                initial hidden states. If init_noise is 0, the initial hidden states are not random.
+            rng: Random numbers of the slots. If None, nothing in the initial states is random.
 
         Returns:
-            The new state of the batch. No puzzle in it is finished.
+            The carry before the next thinking step. No slot in it has halted.
         """
         halted = carry.halted
         puzzles = zip(batch._replace(answers=None), carry.data, strict=True)
@@ -144,21 +146,20 @@ class HaltingModel(nn.Module):
         return Carry(state, torch.where(halted, 0, carry.steps), torch.zeros_like(halted), data)
 
     def forward(self, carry: Carry, reasoning: Reasoning, rng: SlotRng | None = None) -> StepOutput:
-        """Calls the network once on every puzzle, and decides which puzzles are finished (halt).
+        """Runs one thinking step of every slot, and decides which slots halt.
 
         Args:
-            carry: State of the batch before the call. In training, pass the result of `refill`. In an
-                evaluation, pass the result of `refill` for the first call, and then the state that the
-                previous call returned.
-            reasoning: Settings, such as the largest number of calls for each puzzle, the number of cycles in
-                a call, and the noise. Training passes the attribute `reasoning`, which a schedule may change
-                during the run. An evaluation passes the result of `eval_reasoning`.
+            carry: Carry before the step. In training, pass the result of `refill`. In an evaluation, pass the
+                result of `refill` in the first step, and then the carry that the previous step returned.
+            reasoning: Settings, such as the largest number of thinking steps for each puzzle, the number of
+                cycles in a step, and the noise. Training passes the attribute `reasoning`, in which a
+                curriculum may replace values. An evaluation passes the result of `eval_reasoning`.
             rng: Random numbers of the slots. They are needed for noise, dropout and exploration
                 (`sample_exploration`). LDT and Flow always need them.
 
         Returns:
-            (carry, prediction). `carry` is the state of the batch after the call, and its field `halted` is
-                True for finished puzzles. `prediction` contains the logits of the answers.
+            (carry, prediction). `carry` is the carry after the step. Its field `halted` is True for slots
+                that halt. `prediction` contains the logits of the answers.
         """
         data, state = carry.data, with_step_noise(carry.state, reasoning, rng)
         state, prediction = self.network(
@@ -172,12 +173,12 @@ class HaltingModel(nn.Module):
     def halts(
         self, carry: Carry, prediction: Prediction, reasoning: Reasoning, rng: SlotRng | None
     ) -> Tensor:
-        """Returns which puzzles are finished (halt) after a call of the network: bool [batch].
+        """Returns which slots halt after a thinking step: bool [batch].
 
         The table in the docstring of this file lists the rules of each model.
 
-        carry: State of the batch after the call. Its field `halted` is not read. rng: Random numbers of this
-        call. In training, its field `arrays` contains the result of `Network.sample_randomness`.
+        carry: Carry after the step. Its field `halted` is not read. rng: Random numbers of this step. In
+        training, its field `arrays` contains the result of `Network.sample_randomness`.
         """
         is_last = carry.steps >= reasoning.max_steps
         if reasoning.halting == "max":
@@ -189,13 +190,13 @@ class HaltingModel(nn.Module):
         return is_last | wants_to_halt
 
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns the state of the batch at the start of a run, with empty puzzles.
+        """Returns the carry at the start of a run. All its puzzles are empty, and all its slots have halted.
 
-        All puzzles are marked as finished, so `refill` starts every slot on a new puzzle. The
-        tensors share no memory, so a checkpoint can be loaded into them. If a slot stores several
-        puzzles in training (LDT), the tensors are [num_slots, puzzles, ...].
+        So `refill` starts every slot on a new puzzle. The tensors share no memory, so a checkpoint can be
+        loaded into them. If a slot stores several puzzles in training (LDT), the tensors are [num_slots,
+        boards, ...].
 
-        num_slots: Batch size on this rank. seq_len: Number of cells (tokens) of a puzzle.
+        num_slots: Number of slots of this rank. seq_len: Number of cells (tokens) of a puzzle.
         """
         tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
         rows = torch.zeros(num_slots, dtype=torch.int64, device=device)

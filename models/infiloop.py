@@ -20,7 +20,7 @@ _FIRST_DECAY = 0.55  # initial b, the best one in the paper's experiments
 
 
 class Gate(nn.Module):
-    """Computes the weighted mean of a hidden state over all calls of a module.
+    """Computes the weighted mean of the values of a hidden state after all calls of a module.
 
     If z_0 is the initial state and z_t the result of call t, the state after call t is N_t / D_t:
 
@@ -48,10 +48,10 @@ class Gate(nn.Module):
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the result of a call to the weighted mean of all results so far.
 
-        Returns the new mean, which is the new state, and the new log D. D is the sum of the weights of all
-        results so far. Earlier weights shrink by a learned factor in each call.
+        Returns the mean, which is the hidden state after the call, and log D. D is the sum of the weights of
+        all results so far. In each call, a learned factor shrinks the weights of earlier results.
 
-        z: Mean before the call, which is the state, [batch, positions, width].
+        z: Mean before the call, which is the hidden state, [batch, positions, width].
         new: Result of the call, in the same shape.
         log_D: Logarithm of D before the call, float32 [batch, positions].
         """
@@ -73,7 +73,8 @@ class InfiLoop(TokenNetwork):
         q_halt, q_continue = q_head(z_H at position 0)
 
     The hidden states z_H and z_L are [batch, positions, hidden]. log_D_H and log_D_L are float32 [batch,
-    positions]. The same calls as in `models.trm.TRM` have gradient.
+    positions]. All calls in the last `gradient_cycles` H cycles have gradient (by default in the last one).
+    If gradient_cycles is 0, only the last call for each state has gradient.
     """
 
     undecayed = ("gate_H.q", "gate_H.beta_logit", "gate_L.q", "gate_L.beta_logit")

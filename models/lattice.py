@@ -1,9 +1,9 @@
 """The boards of LDT: their start, their moves, and what happens after a move.
 
-A board is a puzzle with candidates for each cell, the values that are still possible. models/ldt.py
-introduces the words lost, contradictory, solved, open and given.
+A board is a puzzle with candidates for each cell, the values that are still possible. An open cell has
+several candidates. A given cell had only one at the start. models/ldt.py has more about these words.
 
-The state of a slot (`start_boards` makes it, and `move` changes alive, guess and outcome):
+The state of a slot (`start_boards` creates it, and `move` changes alive, guess and outcome):
 
     alive    uint8 [batch, cells, values]  1 for each candidate of the board
     entered  uint8 [batch, cells, values]  `alive` at the start of the board
@@ -13,9 +13,11 @@ The state of a slot (`start_boards` makes it, and `move` changes alive, guess an
     answers  int16 [batch, answers, cells] only in training with arch.num_answers > 1: right answers, as
                                            indices of values. -1 in an unused entry
 
-With several answers, an answer fits a board if its value in every cell is a candidate. `target` is then the
-union of the answers that fit before the move. If none fits, `target` does not change (`with_target`). The
-board is lost if some cell has no candidate of `target`. So a board is not lost as long as an answer fits.
+A board is lost if some cell has no candidate that is right by `target`.
+
+If the state has `answers`, an answer fits a board if its value in every cell is a candidate. `target` is then
+the union of the answers that fit before the move. If none fits, `target` does not change (`with_target`). So
+a board is not lost as long as an answer fits.
 
 A move (`move`) has three parts:
 
@@ -59,9 +61,11 @@ class Outputs(NamedTuple):
     """The logits of the LDT network for boards, after each loop through its transformer blocks.
 
     Attributes:
-        keep: Logit that a value is the right one in a cell, float32 [batch, loops, cells, values].
-        digit: Logits of the values of a cell, for a softmax over them, float32 [batch, loops, cells, values].
-        conflict: Logit that the right value of some cell is not a candidate, float32 [batch, loops].
+        keep: Logit of the probability that a value is right in a cell, float32 [batch, loops, cells, values].
+        digit: Logits of the values of a cell, for a softmax over the values, float32 [batch, loops, cells,
+            values].
+        conflict: Logit of the probability that the right value of some cell is not a candidate, float32
+            [batch, loops].
     """
 
     keep: Tensor
@@ -76,9 +80,9 @@ class Outputs(NamedTuple):
 def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = None) -> State:
     """Returns the state of boards before their first move. The docstring of this file lists its tensors.
 
-    entered: Candidates at the start, uint8 [batch, cells, values]. solution: One-hot solution, in the same
-    shape. answers: All right answers of each puzzle as indices of values, int16 [batch, answers, cells], or
-    -1 in unused entries. If they are passed, `solution` has no effect.
+    entered: Candidates at the start, uint8 [batch, cells, values]. solution: One-hot solution, uint8 in the
+    same shape. answers: Right answers of each puzzle as indices of values, int16 [batch, answers, cells].
+    Unused entries are -1. If `answers` is passed, `solution` has no effect.
     """
     has_solution = ((entered & solution).sum(-1) == 1).all(-1)  # bool [batch]
     target = solution * has_solution[:, None, None]  # all 0 on a board with a wrong hint
@@ -93,8 +97,8 @@ def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = Non
 def with_target(state: State) -> State:
     """Returns the state with a new training target: the union of the answers that fit each board.
 
-    An answer fits if its value in every cell is a candidate. If no answer fits, the target does not change.
-    If the state has no "answers", returns `state` itself.
+    An answer fits if its value in every cell is a candidate. If no answer fits a board, the target of this
+    board does not change. If the state has no "answers", returns `state` itself.
     """
     if "answers" not in state:
         return state
@@ -152,11 +156,14 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Makes a move on each board. The docstring of this file lists its three parts. Returns the new state.
+    """Makes a move on each board. Returns the new state.
 
-    state: Result of `start_boards` or of the previous move. last: Logits from `Outputs.last`. arch,
-    reasoning: Thresholds for parts 1 and 2, and the rules for guesses. in_search: True in an evaluation. The
-    caller then restores the initial candidates of contradictory boards.
+    A move removes unlikely candidates, determines the outcome (solved, contradictory or none), and guesses a
+    value if there is no outcome. The docstring of this file has the rules.
+
+    state: Result of `start_boards` or of the previous move. last: Logits after the last loop, from
+    `Outputs.last`. arch, reasoning: Thresholds, and the rules for guesses. in_search: True in an evaluation.
+    The caller then resets contradictory boards to their initial candidates.
     """
     state = with_target(state)
     # 1. Remove candidates.
@@ -198,22 +205,25 @@ def move(
 
 
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
-    """Returns which candidates `move` removes: bool [batch, cells, values].
+    """Returns which candidates `move` removes before it guesses: bool [batch, cells, values].
 
-    A candidate is removed if its probability of being right is below arch.kill_threshold. Given cells keep
-    their candidate.
+    A candidate is removed if its probability of being right is below arch.kill_threshold. A cell that had
+    only one candidate at the start keeps this candidate.
 
-    state: Result of `start_boards` or of the previous move. keep: Logits of these probabilities, [batch,
-    cells, values].
+    state: Result of `start_boards` or of the previous move. keep: Logits of the probability that a value is
+    right, [batch, cells, values].
     """
     is_open = ~given_cells(state)[..., None]
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & is_open
 
 
 def leaves(state: State) -> Tensor:
-    """Returns which boards leave their slot in training, if `state` is the result of `move`: bool [batch].
+    """Returns which boards leave their slot in training: bool [batch].
 
-    A board leaves if it is solved, right or wrong, or if it is both contradictory and lost.
+    A board leaves if it is solved, right or wrong, or if it is both contradictory and lost. A board is lost
+    if some cell has no right candidate.
+
+    state: Result of `move`.
     """
     outcome = state["outcome"]
     return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & is_lost(state))
@@ -227,7 +237,7 @@ def given_cells(state: State) -> Tensor:
 def is_lost(state: State) -> Tensor:
     """Returns which boards have a cell without any right candidate, by `target`: bool [batch].
 
-    In training, a move only removes candidates, so it cannot solve such a board.
+    In training, moves only remove candidates. So such a board never gets a right answer.
     """
     return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
 

@@ -25,8 +25,8 @@ _SHORT_LENGTH = 256
 def truncated_normal(*shape: int, std: float) -> Tensor:
     """Returns a float32 tensor of normal random numbers without large values.
 
-    The normal distribution is cut at 2 of its standard deviations. It is scaled so that the standard
-    deviation after the cut is `std`. The largest values are 2.27 std.
+    The normal distribution is cut at 2 of its standard deviations, then scaled. The result has the standard
+    deviation `std`. Its largest possible value is 2.27 std.
     """
     sigma = std / STD_AFTER_CUT
     return nn.init.trunc_normal_(torch.empty(shape), std=sigma, a=-CUT * sigma, b=CUT * sigma)
@@ -63,7 +63,10 @@ class Embedding(nn.Module):
 
 
 def rms_norm(x: Tensor, *, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x^2) + eps), with the mean over the last axis. Computes in float32."""
+    """Returns x / sqrt(mean(x^2) + eps), with the mean over the last axis.
+
+    Computes in float32. The result has the dtype of x.
+    """
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -109,9 +112,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     If x1 and x2 are the two halves of a head, the halves of the result are x1 cos - x2 sin and x2 cos + x1
     sin. The computation is in float32.
 
-    cos, sin: If the angles are the same for all sequences and heads, [length, head_dim / 2]. Otherwise
-    [batch, length, heads, head_dim / 2]. Each example of the batch then has n / batch consecutive sequences
-    of x.
+    cos, sin: Cosines and sines of the angles, float32. If the angles are the same for all sequences and
+    heads, [length, head_dim / 2]. Otherwise [batch, length, heads, head_dim / 2]. Each example of the batch
+    then has n / batch consecutive sequences of x.
     """
     rows = x if cos.ndim == 2 else x.unflatten(0, (len(cos), -1))
     x1, x2 = rows.float().chunk(2, dim=-1)
@@ -124,11 +127,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary position embeddings to x, [n, length, heads, head_dim], with interleaved halves.
 
-    The features of a head are x1[0], x2[0], x1[1], x2[1], and so on, where x1 and x2 are the halves in
-    `rotate`. Each pair (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin). This is faster than `rotate` on a
-    CPU, but torch.compile does not support it.
+    The features of a head are a1, b1, a2, b2, and so on. Each pair (a, b) becomes (a cos - b sin, b cos + a
+    sin), in the same place. This is faster than `rotate` on a CPU, but torch.compile does not support it.
 
-    cos, sin: The same for all sequences and heads, [length, head_dim / 2].
+    cos, sin: Cosines and sines of the angles, float32 [length, head_dim / 2], one for each pair.
     """
     # Complex numbers save 6 % of a forward and backward pass on a CPU.
     turns = torch.complex(cos, sin).repeat(1, x.shape[-2])
@@ -139,11 +141,10 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
     """Reorders the rows of a fused query, key and value weight for `rotate_pairs`.
 
-    For each head of the queries and keys, rows 0, 1, 2, ... of the result are rows 0, n, 1, n + 1, ... of the
-    weight, with n = head_dim / 2. The rows of the values keep their order. Returns a copy.
+    In each head of the queries and keys, rows 0, 1, 2, 3, ... of the result are rows 0, n, 1, n + 1, ... of
+    `weight`, with n = head_dim / 2. The rows of the values keep their order. Returns a copy.
 
-    weight: [3 * num_heads * head_dim, hidden], the rows of queries, keys and values, each in the order for
-    `rotate`.
+    weight: The rows of the queries, then of the keys, then of the values, [3 * num_heads * head_dim, hidden].
     """
     width, hidden = len(weight) // 3, weight.shape[1]
     qk, v = weight.split((2 * width, width))
@@ -195,12 +196,12 @@ class Dropout(NamedTuple):
 class Attention(nn.Module):
     """A multi-head self-attention without a causal mask.
 
-    `forward` takes x, [batch, positions, hidden], and the result of `rotary_table`, or None for no rotary
-    position embeddings.
+    `forward` takes x, [batch, positions, hidden], and the result of `rotary_table`. If the latter is None,
+    there are no rotary position embeddings.
 
     head_dim: Width of a head. If None, hidden_size / num_heads. bias: Whether the projections have biases.
-    has_rotary: If False, the projection of the keys never has a bias. Without rotary position embeddings,
-    such a bias would not change the attention weights.
+    has_rotary: Whether `forward` will get a rotary table. If False, the keys have no bias, because it would
+    not change the attention weights.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class SwiGLU(nn.Module):
     """A gated MLP without biases (arXiv 2002.05202): down_proj(silu(gate) * up).
 
     gate and up are the two halves of gate_up_proj(x). Input and output have `width` features on the last
-    axis.
+    axis. gate and up have 2/3 * expansion * width features, rounded up to a multiple of 256.
     """
 
     def __init__(self, width: int, *, expansion: float):

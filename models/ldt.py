@@ -9,20 +9,22 @@ move of each board (`LDT.forward`):
        digit     [batch, loops, cells, values]  which value does this cell have?
        conflict  [batch, loops]                 is the board lost?
 2. `move` removes the candidates that are unlikely by keep. If the board is now neither solved nor
-   contradictory, it guesses: it samples an open cell, and a value by digit, and keeps only this candidate.
+   contradictory, `move` guesses: it samples an open cell, and one of the cell's values by digit. It removes
+   all other candidates of this cell.
 3. The board after the move gives the answer (logits, q_halt), and decides whether the slot halts.
 
 Words for boards and cells:
 
 lost           The board has lost the solution: in some cell, the right value is not a candidate. A move has
-               removed it, or a hint at the start was wrong. Only training knows this, from the labels.
-contradictory  The model says that the board is lost: conflict is high, or a cell has no candidate. It may be
-               wrong.
-solved         Every cell has one candidate, right or wrong.
+               removed the right value, or a hint at the start was wrong. Only training knows which boards are
+               lost, from the labels.
+contradictory  The model says that the board is lost: conflict is high, or a cell has no candidate. The model
+               may be wrong.
+solved         Every cell has one candidate, right or wrong, and the board is not contradictory.
 
-open cell      It has several candidates.
-given cell     It had one candidate at the start of the board, from the puzzle or from a hint. A move never
-               removes this candidate.
+open cell      A cell with several candidates.
+given cell     A cell that had one candidate at the start of the board, from the puzzle or from a hint. A move
+               never removes this candidate.
 
 Files, in the order of a thinking step (the keys are in config/arch/ldt.yaml):
 
@@ -37,12 +39,12 @@ Halting   Training: A slot halts if its board is solved, if the board is both co
           solved, even with a wrong answer. After 1000 moves without an answer, the puzzle is undecided.
 
 There is no puzzle embedding and no Q head. q_halt is 5 if the board is solved, else -5. With
-arch.boards_per_slot > 1, a slot holds several boards in training. Each training step picks one of them at
-random, and the others wait. The callers are those of all models: training/step.py and evaluation/loop.py.
+arch.boards_per_slot > 1, a slot stores several boards in training. Each training step picks one of them at
+random. The other boards do not change. training/step.py and evaluation/loop.py call LDT like all models.
 
-Difference from the paper's code: There, the boards move by a second forward pass, after the update of the
-weights. Here, the outputs of one forward pass give the loss and the move. So the boards move by the weights
-before the update, with dropout.
+Difference from the paper's code: There, a second forward pass computes the moves, after the update of the
+weights. Here, one forward pass gives the loss and the move. So the weights before the update decide the
+moves, with dropout.
 """
 
 from __future__ import annotations
@@ -69,14 +71,14 @@ from models.random import SlotRng
 
 
 class LDTPrediction(NamedTuple):
-    """The output of one call of LDT: the answer after the move, and the logits of the network before it.
+    """The output of one thinking step of LDT: the answer after the move, and the logits before the move.
 
     Attributes:
-        logits: Logits of the answer, [batch, seq_len, vocab], from the candidates after the call.
-        q_halt: 5 if every cell has one candidate after the call, else -5, float32 [batch].
+        logits: Logits of the answer, [batch, seq_len, vocab], from the candidates after the move.
+        q_halt: 5 if the board is solved after the move, else -5, float32 [batch].
         q_continue: Always None.
-        keep, digit, conflict: Logits that the network computed from the candidates before the call.
-            `models.lattice.Outputs` describes them.
+        keep, digit, conflict: Logits that the network computed from the candidates before the move, after
+            each loop. `models.lattice.Outputs` describes them.
     """
 
     logits: Tensor
@@ -97,9 +99,9 @@ class PreNormBlock(nn.Module):
         h = h + down_proj(gelu(up_proj(norm2(h))))
 
     The argument `dropout` of `forward` applies to the attention weights, and to the outputs of attention and
-    MLP. If it is None, there is no dropout.
+    MLP. If `dropout` is None, there is no dropout.
 
-    number: Index of this block in the network. It gives each block different zeros of the dropout.
+    number: Index of this block in the network. The random numbers of the dropout depend on it.
     """
 
     def __init__(self, width: int, *, num_heads: int, expansion: float, has_rotary: bool, number: int):
@@ -121,10 +123,10 @@ class PreNormBlock(nn.Module):
 
 
 class LDT(Network):
-    """The network of LDT (arXiv 2605.08605). Its state is a board: the possible values of each cell.
+    """The network of LDT (arXiv 2605.08605). Its state is a board: the candidates (possible values) of cells.
 
-    A call of the network removes candidates, the possible values, or guesses the value of a cell. `look`
-    computes the logits for this from boards, [batch, cells, values]:
+    A thinking step removes unlikely candidates. Then it guesses the value of a cell, unless the board is
+    solved or contradictory. `look` computes the logits for both from boards, [batch, cells, values]:
 
         h = h0 = input_proj(board)                  [batch, cells, hidden]
         loops times:
@@ -135,7 +137,8 @@ class LDT(Network):
             conflict = conflict_head(u at cls)
 
     [ , ] concatenates along the positions. cls is a learned vector. `models.lattice.Outputs` describes the
-    logits. The loss uses those of all loops. The move uses those of the last loop.
+    logits keep, digit and conflict. The loss uses the logits of all loops. The move uses only those of the
+    last loop.
 
     Attributes:
         values: Tokens that occur in labels of the training data, and in the inputs of unscored cells, int64
@@ -200,7 +203,8 @@ class LDT(Network):
     def complete(metadata: Metadata, weights: State) -> Metadata:
         """Returns a copy of the metadata of a dataset, with the facts that the network needs.
 
-        Example: which labels a cell may have, by its input token. The files of a dataset do not contain them.
+        Example: which labels a cell may have, by its input token. The files of a dataset do not contain these
+        facts.
 
         weights: State dict of a trained network. The tensors with names in `of_data` contain the facts.
         """
@@ -209,8 +213,6 @@ class LDT(Network):
         may_turn, may_permute = map(bool, weights["symmetries"])
         may = {"may_turn": may_turn, "may_permute": may_permute}
         return dataclasses.replace(metadata, candidates=candidates, **may)
-
-    # Boards.
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
         entered = self.candidates[data.inputs.long()][..., self.values]  # uint8 [batch, cells, values]
@@ -232,15 +234,14 @@ class LDT(Network):
     def view(self, state: State) -> tuple[Tensor, Tensor]:
         """Returns the candidates of each cell and the last guess, for display.
 
-        The first is bool [batch, seq_len, vocab]. The second is the guessed cell, NO_GUESS or RESET, int16
-        [batch].
+        The candidates are bool [batch, seq_len, vocab]. The guess is the index of the guessed cell, int16
+        [batch]. It is NO_GUESS (-1) if the last move has guessed no cell, and RESET (-2) if the board was
+        contradictory, so that the search has reset the board to its start.
         """
         candidates = state["alive"].new_zeros(*state["alive"].shape[:2], len(self.candidates))
         candidates[..., self.values] = state["alive"]
         guess = torch.where(state["outcome"] == CONTRADICTORY, RESET, state["guess"])
         return candidates.bool(), guess
-
-    # Halting.
 
     def wants_to_halt(self, state: State, prediction: LDTPrediction, rng: SlotRng | None = None) -> Tensor:
         return leaves(state) if self.training else prediction.q_halt > 0
@@ -252,8 +253,6 @@ class LDT(Network):
         if self.boards_per_slot == 1:
             return None
         return rng.integers((), below=self.boards_per_slot, use="picked board")
-
-    # Forward pass.
 
     def forward(
         self,
@@ -284,13 +283,13 @@ class LDT(Network):
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
-        """Runs the network on boards. Returns its logits after each loop.
+        """Runs the network on boards. Returns the logits after each loop.
 
-        If `rng` is passed, each board is first transformed by a random symmetry (`BoardSymmetry`), and the
-        logits are transformed back.
+        If `rng` is passed, a random symmetry (`BoardSymmetry`) first transforms each board, and the logits
+        are transformed back.
 
-        alive: Candidates, uint8 [batch, cells, values]. loops: How often the data pass through the blocks.
-        dropout: Dropout probability. If it is not 0, `rng` is needed.
+        alive: Candidates, uint8 [batch, cells, values]. loops: How often the stack of blocks runs. dropout:
+        Dropout probability. If it is not 0, `rng` is needed.
         """
         num_boards, num_cells = alive.shape[:2]
         seen, sources, keys = alive, None, None
@@ -333,9 +332,11 @@ class LDT(Network):
 
 
 def _complete(labels: Tensor, inputs: Tensor) -> Tensor:
-    """Returns labels in which an unscored cell has its input, such as the padding beside a small grid.
+    """Returns labels in which every cell without a label has its input token as the label.
 
-    A puzzle without any label stays without labels. labels, inputs: Tokens, [..., cells].
+    Example of such cells: the padding beside a small grid. A puzzle without any label stays without labels.
+
+    labels, inputs: Tokens, [..., cells].
     """
     is_scored = labels != IGNORE_LABEL_ID
     return torch.where(is_scored | ~is_scored.any(-1, keepdim=True), labels, inputs)

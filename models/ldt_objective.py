@@ -1,26 +1,30 @@
 """The loss and the metrics of LDT. models/ldt.py introduces the words for boards and cells.
 
+A board is lost if the right value of some cell is not a candidate. A given cell had only one candidate at the
+start of the board.
+
     loss = sum of keep_loss / slots
            + digit_weight * sum of digit_loss / digit_cells
            + conflict_weight * sum of conflict_loss / slots
 
-The sums are over slots. slots is the number of slots of the global batch, and digit_cells is the number of
-its cells that count in digit_loss. With local_steps > 1, both are those of this rank.
+The sums are over the slots of the global batch. slots is the number of these slots, and digit_cells is the
+number of their cells that count in digit_loss. With local_steps > 1, only the slots of this rank count.
 
-For each slot, every term is the mean over the loops of the network. It compares the outputs of the network
-with the solution. Outputs, solution and candidates are those of the board before the move.
+keep_loss, digit_loss and conflict_loss of a slot are means over the loops of the network. They compare the
+outputs of the network with the solution. Outputs, solution and candidates are those before the move.
 
 keep_loss      Binary cross-entropy of `keep`, the mean over all cells and values. The target is 1 if the
                value is a candidate and right, else 0. Entries with target 1 have the weight keep_weight, and
                all others kill_weight.
 digit_loss     Cross-entropy of `digit` against the solution, the sum over the cells that count. A cell counts
-               if its board is not lost, the cell is not given, and the solution has one value in it. With
-               several answers (arch.num_answers), the solution is the union of those that fit the board.
+               if its board is not lost, the cell is not given, and the solution has one value in the cell.
+               With several answers (arch.num_answers > 1), the solution is the union of the answers that fit
+               the board.
 conflict_loss  Binary cross-entropy of `conflict`. The target is 1 if the board is lost. With
                balanced_conflict, the lost boards together weigh as much as all others.
 
-Some names of sums differ from the words. `bad` counts lost boards, `sound` counts all others, and `alarms`
-counts boards with a high conflict probability.
+Names of metric sums: `bad` is the number of lost boards, `sound` the number of all other boards, and `alarms`
+the number of boards with a high conflict probability.
 """
 
 from __future__ import annotations
@@ -75,8 +79,6 @@ class BoardObjective:
 
     def __init__(self, arch: LDTConfig):
         self.arch = arch
-
-    # Training.
 
     def divisors(self, carry: Carry) -> Sums:
         board = with_target(carry.state)
@@ -165,8 +167,6 @@ class BoardObjective:
             "solved": solved,
             "solved_right": solved & is_right(after.state),
         }
-
-    # Evaluation.
 
     def sums(self, output: StepOutput) -> Sums:
         labels, prediction = output.carry.data.labels, output.prediction

@@ -1,7 +1,7 @@
 """Random symmetries of boards (LDT): the grid is rotated or reflected, and the values are permuted.
 
-With random numbers, `LDT.look` transforms each board by a random symmetry before the network reads it, and
-transforms the outputs back.
+If `LDT.look` gets random numbers, it transforms each board by a random symmetry before the network reads the
+board. Then it transforms the outputs of the network back.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class BoardSymmetry(nn.Module):
 
     @staticmethod
     def transform_back(outputs: Tensor, sources: Tensor) -> Tensor:
-        """Reverses `transform`, for outputs of a network, [batch, loops, cells, values].
+        """Reverses the symmetry of each board in outputs of the network, [batch, loops, cells, values].
 
-        sources: The tensor that was passed to `transform`.
+        sources: The tensor that `transform` got for these boards.
         """
         targets = sources[:, None].expand(-1, outputs.shape[1], -1)
         zeros = torch.zeros_like(targets, dtype=outputs.dtype)

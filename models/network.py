@@ -1,7 +1,8 @@
 """The interface of a network: one thinking step, from a state and puzzles to the next state and an answer.
 
 `Network` is the base class of all networks. `TokenNetwork` is the base class of networks with one vector for
-each cell, such as HRM and TRM. It embeds the puzzle (`embed`) and reads the answer from a state (`answer`).
+each cell, such as HRM and TRM. `TokenNetwork.embed` embeds the puzzle, and `TokenNetwork.answer` computes the
+answer from a state.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ from models.random import SlotRng
 class Network(nn.Module):
     """The base class of networks. Each model has a subclass, the `NETWORK` of its file.
 
-    A slot is one position of the batch (models/halting.py).
+    A slot is one position of the batch, and works on one puzzle. A call of the network is one thinking step
+    of every slot.
 
     A subclass defines `__init__(arch, metadata)`, `initial_state` and `forward`. `__init__` must assign
     modules in the order in which `forward` uses them. Ranks send the gradients in the reverse order, while
@@ -37,15 +39,15 @@ class Network(nn.Module):
     Attributes:
         objective: The loss and the metrics, an instance of `objective_class`.
         undecayed: Names of the parameters without weight decay.
-        is_search: Whether an evaluation is a search for the answer, as in LDT. Each call is one step of the
-            search, and the slot halts if the search has found an answer. If several searches run on a puzzle,
-            the first one to finish gives the answer.
+        is_search: Whether an evaluation is a search for the answer, as in LDT. Each thinking step is one step
+            of the search. A slot halts if its search has found an answer. If several searches run on a
+            puzzle, the first one that finds an answer decides.
         is_random: Whether every evaluation needs random numbers.
         of_data: Names of the tensors in a checkpoint that describe the training data, such as "candidates".
         boards_per_slot: Number of puzzles that a slot stores in training. Each training step works
             on one of them.
         num_answers: Maximum number of right answers that a training batch contains for each puzzle. If 1, the
-            only one is the label.
+            batch contains only the label.
         dtype: Dtype of activations and hidden states.
         puzzle_emb: Table of puzzle embeddings. None if the network has none.
     """
@@ -66,24 +68,24 @@ class Network(nn.Module):
         self.dtype, self.puzzle_emb = getattr(torch, arch.forward_dtype), None
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """Returns the state before the first call on a puzzle: {name: tensor [batch_size, ...]}.
+        """Returns the state before the first thinking step on a puzzle: {name: tensor [batch_size, ...]}.
 
-        It is the same for all puzzles. Hidden states have names that start with "z_", such as z_H, and the
-        shape [batch_size, ..., hidden]. `models.carry.State` has the rules for other names. Returns {} if the
-        network has no state.
+        The state is the same for all puzzles. Hidden states have names that start with "z_", such as z_H, and
+        the shape [batch_size, ..., hidden]. The comment at `models.carry.State` has the rules for other
+        names. If the network has no state, the result is {}.
 
         seq_len: Number of cells (tokens) of a puzzle.
         """
         return {}
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns the state of every slot before the first call on a new puzzle.
+        """Returns the states with which slots start on new puzzles: {name: tensor [batch, ...]}.
 
-        By default, it is the result of `initial_state`. If reasoning.init_noise is not 0, the hidden states
-        are random.
+        By default, these are the states that `initial_state` returns. If reasoning.init_noise is not 0,
+        noise of this standard deviation replaces the hidden states.
 
-        data: Puzzles of all slots. rng: Random numbers. If None, the states are not random. fresh:
-        Slots that start on a new puzzle, bool [batch]. The caller uses only their states.
+        data: Puzzles of all slots. rng: Random numbers. If None, the states are not random. fresh: Slots that
+        start on a new puzzle, bool [batch]. The caller ignores the states of all other slots.
         """
         state = self.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
         return with_initial_noise(state, reasoning, rng, fresh)
@@ -97,27 +99,28 @@ class Network(nn.Module):
         reasoning: Reasoning,
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
-        """Calls the network once on each puzzle. Returns the new state and prediction.
+        """Runs one thinking step of every slot. Returns the state after the step, and the prediction.
 
-        The new state must be detached. The caller passes it to the next call.
+        The returned state must be detached. The caller passes it to the next thinking step.
 
         Args:
-            state: State of the puzzles, {name: tensor [batch, ...]}.
+            state: State before the step, {name: tensor [batch, ...]}.
             inputs: Tokens of the puzzles, int32 [batch, seq_len].
             puzzle_identifiers: Number of the puzzle embedding of each puzzle, int32 [batch].
-            reasoning: Settings of the call, such as its number of cycles.
+            reasoning: Settings of the step, such as its number of cycles.
             rng: Random numbers, needed for noise and dropout.
         """
         raise NotImplementedError
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns the puzzles on which the network wants to stop after a call: bool [batch].
+        """Returns which slots the network wants to halt after a thinking step: bool [batch].
 
-        The Q head decides by default (models/halting.py). `HaltingModel.halts` also applies exploration and
-        the largest number of calls.
+        By default, these are the slots with q_halt > 0. With arch.no_ACT_continue=false, these are the slots
+        with q_halt > q_continue. `HaltingModel.halts` also applies exploration and the largest number of
+        thinking steps.
 
-        state, prediction: Results of the call. rng: Random numbers of the call. None in an evaluation without
-        noise.
+        state, prediction: Results of the step. rng: Random numbers of the step. It may be None in an
+        evaluation.
         """
         return prediction.q_halt > (0 if self.arch.no_ACT_continue else prediction.q_continue)
 
@@ -126,19 +129,20 @@ class Network(nn.Module):
     ) -> dict[str, np.ndarray]:
         """Samples random numbers of a training step on the host: {name: array [batch_size, ...]}.
 
-        `forward` can read the numbers of its puzzles from `SlotRng.arrays`. By default, the only array is
-        "min_steps" of `sample_exploration`: how many calls each puzzle must have had before it may halt.
+        `forward` can read the numbers of its slots from `SlotRng.arrays`. By default, the only array is
+        "min_steps": the number of thinking steps that each slot must have made before it may halt
+        (`sample_exploration`).
 
         step: Number of the training step. batch_size: Size of the global batch. reasoning: Settings of the
-        model's calls in training, such as the largest number of calls for each puzzle.
+        thinking step, such as the largest number of thinking steps for each puzzle.
         """
         return sample_exploration(self.arch, seed=seed, step=step, batch_size=batch_size, reasoning=reasoning)
 
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
         """Samples which puzzle each slot works on in a training step.
 
-        Returns indices, int64 [batch]. Returns None if each slot stores only one puzzle. With
-        arch.boards_per_slot > 1, LDT stores several.
+        Returns the index of this puzzle in its slot, int64 [batch]. If each slot stores only one puzzle,
+        returns None. Only LDT stores several, with arch.boards_per_slot > 1.
         """
         return None
 
@@ -201,17 +205,18 @@ class TokenNetwork(Network):
     def answer(self, z_H: Tensor) -> Prediction:
         """Applies the output layers to a hidden state. Returns logits, q_halt and q_continue.
 
-        z_H: Hidden state after a call of the network, [batch, positions, hidden].
+        z_H: Hidden state of the answer, [batch, positions, hidden].
         """
         logits = self.lm_head(z_H)[:, self.num_puzzle_positions :]
         return Prediction(logits, *self.q_values(z_H))
 
     def q_values(self, z_H: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns q_halt and q_continue, each float32 [batch].
+        """Returns q_halt and q_continue, each float32 [batch]: logits of "the answer is right".
 
-        `models.carry.Prediction` describes them. They are computed from position 0 of z_H, [batch, positions,
-        hidden]. If a convolution replaces attention (arch.conv=instead), they are computed from the mean over
-        all positions, because position 0 then depends only on the cells near it.
+        q_halt is about the answer now, and q_continue about the answer after more thinking steps. Both are
+        computed from position 0 of z_H, [batch, positions, hidden]. If a convolution replaces attention
+        (arch.conv=instead), position 0 depends only on the cells near it. Both are then computed from the
+        mean over all positions.
         """
         read = z_H.mean(dim=1) if self.arch.conv == "instead" else z_H[:, 0]
         q = self.q_head(read).float()
@@ -221,8 +226,8 @@ class TokenNetwork(Network):
 def build_q_head(width: int) -> Linear:
     """Builds the output layer for q_halt and q_continue, the logits that decide when a puzzle halts.
 
-    Initially both are -5 for every hidden state. So no slot halts early, whether the rule is q_halt > 0 or
-    q_halt > q_continue.
+    Initially, q_halt and q_continue are -5 for every hidden state. So no slot halts early, neither by the
+    rule q_halt > 0 nor by the rule q_halt > q_continue.
     """
     q_head = Linear(width, 2, bias=True)
     nn.init.zeros_(q_head.weight)

@@ -2,9 +2,9 @@
 
 `models.carry.Reasoning` has a field for each kind. All are off by default, except init_noise of FPRM.
 
-init_noise   The initial state of a slot is noise. `Network.start` calls `with_initial_noise`.
-step_noise   Noise is added to the state before every thinking step. `HaltingModel.forward` calls
-             `with_step_noise`.
+init_noise   The initial hidden states of a slot are noise. `Network.start` calls `with_initial_noise`.
+step_noise   Noise is added to z_L before every thinking step. Without z_L, it is added to all hidden states.
+             `HaltingModel.forward` calls `with_step_noise`.
 state_noise  Noise is added to the result of every call of a level. Networks call `perturbed` or `perturb`.
 damping      If a level returns f(z) for the state z, the new state is z + damping * (f(z) - z). Networks call
              `perturbed` or `perturb`.
@@ -26,14 +26,14 @@ def perturbed(
 ) -> Callable[[Tensor, Tensor | int], Tensor]:
     """Returns a function that calls a stack of blocks, and adds damping and noise.
 
-    The function takes (z, injection), and calls level(z, injection, *context), then `perturb`. It counts its
-    calls, so that each of them gets different noise. Create a new function in each call of the network, so
-    that the count starts from 0.
+    The function takes (z, injection), calls level(z, injection, *context), and passes the result to
+    `perturb`. The function counts its calls, so that each call gets different noise. Create a new function in
+    each thinking step, so that the count starts from 0.
 
     Args:
-        level: Stack of blocks. It gets the hidden state z, and a tensor to add to it.
-        reasoning: Settings. Their fields damping and state_noise are the arguments of `perturb`.
-        rng: Random numbers of this call of the network.
+        level: Stack of blocks. It gets the hidden state z, and a tensor to add to z.
+        reasoning: Settings. The fields damping and state_noise are used.
+        rng: Random numbers of this thinking step. They are needed if state_noise is not 0.
         context: Further arguments of `level`.
         name: Name of the stack. Stacks with different names get different noise.
     """
@@ -66,8 +66,9 @@ def perturb(z: Tensor, new: Tensor, reasoning: Reasoning, rng: SlotRng | None, *
 def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
     """Replaces the hidden states of new puzzles by normal noise. Returns the changed `state`.
 
-    Hidden states are the entries with names that start with "z_". The noise is cut at 2 sigma. After the cut,
-    it has the standard deviation reasoning.init_noise. Does nothing if init_noise is 0 or `rng` is None.
+    Hidden states are the entries with names that start with "z_". The normal distribution is cut at 2 of its
+    standard deviations. After the cut, the noise has the standard deviation reasoning.init_noise. If
+    init_noise is 0 or `rng` is None, nothing changes.
 
     state: Initial state, which is changed in place. fresh: Slots with a new puzzle, bool [batch].
     """
@@ -85,7 +86,8 @@ def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> 
     """Adds normal noise to the hidden state z_L, as in PTRM (arXiv 2605.19943).
 
     Returns a new state. If the state has no z_L, the noise is added to all hidden states (names that start
-    with "z_"). Its standard deviation is reasoning.step_noise. If this is 0, `state` itself is returned.
+    with "z_"). The standard deviation of the noise is reasoning.step_noise. If step_noise is 0, `state`
+    itself is returned.
 
     rng: Random numbers, needed if any noise in `reasoning` is on.
     """

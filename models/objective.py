@@ -20,11 +20,11 @@ The factor decay^(t - 1) (arXiv 2511.08653) does not apply to metrics.
 
 q_target=exact     One more call of the network on all slots, without gradient, gives the target of q_continue
                    for every slot. This is the published way.
-q_target=deferred  If a slot continues, the next training step gives the target. To get a gradient for the
-                   q_continue of this step, it applies only the Q head to the state that this step returned.
-                   Its loss then contains the q_continue_loss of this step, with the factor of the next step.
-                   If a slot halts, one more call on the halted slots gives its target now. On CUDA, the host
-                   waits for the number of halted slots.
+q_target=deferred  If a slot does not halt, the next training step gives the target. To get a gradient for the
+                   q_continue of this step, the next step applies the Q head again to the state that this step
+                   returned. The loss of the next step contains the q_continue_loss of this step, with the
+                   decay^(t - 1) of the next step. If a slot halts, one more call of the network on the halted
+                   slots gives the target now. On CUDA, the host waits for the number of halted slots.
 
 With gradient accumulation, the loss of every micro-batch is divided by the same number of slots. So the
 gradients of the micro-batches add up to the gradient of the loss of the step. `forward_and_backward` in
@@ -69,8 +69,7 @@ class Objective:
     Attributes:
         metrics: Metrics of an evaluation, {metric: name of the sum that divides it, or None}. Example:
             "exact_accuracy": "count" divides the number of right answers by the number of puzzles. The method
-            `sums` returns both of these sums. Training also logs these metrics if `losses` returns their
-            sums.
+            `sums` returns both numbers. Training also logs these metrics if `losses` returns their sums.
         training_metrics: Metrics of training only, in the same form. `losses` returns their sums.
     """
 
@@ -95,11 +94,11 @@ class Objective:
     def divisors(self, carry: Carry) -> Sums:
         """Returns the counts that divide loss terms: {name: count in the batch of this rank}.
 
-        In this class, only the batch size divides the loss, and the result is {}. A subclass may return other
-        counts, such as a number of cells. The caller sums them over ranks, except with local_steps > 1, adds
-        the batch size as "slots", and passes them to `losses`.
+        In this class, only the number of slots divides the loss, so the result is {}. A subclass may return
+        other counts, such as a number of cells. The caller sums the counts over ranks, except with
+        local_steps > 1. It then adds the number of slots as "slots", and passes the dict to `losses`.
 
-        carry: State of the batch before the call of the model.
+        carry: Carry of this rank before the thinking step.
         """
         return {}
 
@@ -113,17 +112,18 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the loss and the metric sums of a micro-batch, summed over its puzzles.
+        """Returns the loss and the metric sums of a micro-batch, summed over its slots.
 
-        The caller divides the loss by divisors["slots"], the batch size. A subclass may divide a loss term by
-        another count: it multiplies the term by divisors["slots"] / divisors[name].
+        The caller divides the loss by divisors["slots"]. A subclass may divide a loss term by another count:
+        it multiplies the term by divisors["slots"] / divisors[name].
 
         Args:
             network: The network. It may be called again to compute training targets.
-            before: State of the batch before the call of the model, from `HaltingModel.refill`.
-            output: Result of the call of the model.
-            divisors: {name: count}. It contains "slots", and the counts that the method `divisors` returns.
-            reasoning: Settings of the call of the model, such as the number of cycles.
+            before: Carry before the thinking step, from `HaltingModel.refill`.
+            output: Result of the thinking step.
+            divisors: {name: count}: the counts of the method `divisors`, and "slots", the number of slots of
+                the global batch. With local_steps > 1, all counts are those of this rank.
+            reasoning: Settings of the thinking step, such as the number of cycles.
             rng: Random numbers of the slots.
 
         Returns:
@@ -141,10 +141,10 @@ class Objective:
     def sums(self, output: StepOutput) -> Sums:
         """Returns the sums of the metrics of an evaluation over a batch: {name: scalar tensor}.
 
-        Losses are computed without label smoothing, and summed over all puzzles with labels. The other sums
-        contain only puzzles with labels that have halted.
+        Losses are computed without label smoothing, and summed over all puzzles with labels. The sums of all
+        other `metrics` contain only puzzles with labels that have halted.
 
-        output: Result of the last call of the model on each puzzle.
+        output: Result of the last thinking step of each puzzle.
         """
         return self._losses_and_sums(output, [], label_smoothing=0.0)[1]
 
@@ -192,16 +192,18 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> list[ContinueTarget]:
-        """Returns the training targets of q_continue. The arguments are those of `losses`.
+        """Returns the training targets of q_continue: a list of (logits, targets, mask), each [batch].
 
-        The target is sigmoid(max(q_halt, q_continue)) after one more call (arXiv 2506.21734, section 2). For
-        a puzzle that has already had max_steps calls, it is sigmoid(q_halt) after one more call (arXiv
-        2407.04811).
+        The mask is True in slots with a target. A target is sigmoid(max(q_halt, q_continue)) after one more
+        thinking step (arXiv 2506.21734, section 2). For a puzzle that has already had max_steps thinking
+        steps, it is sigmoid(q_halt) after one more step (arXiv 2407.04811).
 
-        - With arch.q_target=exact, the list has one entry, for q_continue of this call.
-        - With q_target=deferred, the first entry is for q_continue of the previous call. If puzzles halt in
-          this call, the second entry is for their q_continue of this call.
+        - With arch.q_target=exact, the list has one entry, for q_continue of this step.
+        - With q_target=deferred, the first entry is for q_continue of the previous step. If slots halt in
+          this step, the second entry is for their q_continue of this step.
         - If q_continue is not trained (no_ACT_continue=true, or max_steps is 1), the list is empty.
+
+        before, output: Carry before the thinking step, and result of the step.
         """
         if reasoning.max_steps == 1 or self.arch.no_ACT_continue:
             return []
@@ -236,10 +238,10 @@ class Objective:
         return torch.sigmoid(torch.where(carry.steps >= reasoning.max_steps, following.q_halt, best))
 
     def more_calls(self, reasoning: Reasoning) -> float:
-        """Returns how many extra network calls a training step makes for its loss.
+        """Returns how many extra calls of the network the loss of a training step needs, for each slot.
 
-        They compute the targets of q_continue. With q_target=deferred, the number is the estimate 1 /
-        max_steps, because only puzzles that halt need the extra call.
+        The extra calls compute the targets of q_continue. With q_target=deferred, only slots that halt need
+        one. The result is then the estimate 1 / max_steps.
         """
         if self.arch.no_ACT_continue or reasoning.max_steps == 1:
             return 0
@@ -264,8 +266,10 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: fl
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
     """Returns the cross-entropy of each cell, with stablemax (arXiv 2501.04697) instead of softmax.
 
-    The result is float64 (float32 on mps) [batch, seq_len], 0 in cells without a label. The arguments are
-    those of `softmax_cross_entropy`.
+    The result is float64 (float32 on mps) [batch, seq_len], 0 in cells without a label.
+
+    logits: [batch, seq_len, vocab]. labels: [batch, seq_len]. label_smoothing: Fraction of each label that is
+    spread evenly over the vocabulary.
     """
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     log_probabilities = torch.log(stablemax(wide))
@@ -317,7 +321,8 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tens
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
     """Returns the names of the sums from which `divide` computes metrics: the metrics, then their divisors.
 
-    "slots" is left out. Example: ("count", "recall", "bad") for {"count": None, "recall": "bad"}.
+    Each name occurs once. The divisor "slots" is left out. Example: ("count", "recall", "bad") for {"count":
+    None, "recall": "bad"}.
     """
     divisors = {name for name in metrics.values() if name not in (None, "slots")}
     return (*metrics, *sorted(divisors - metrics.keys()))

@@ -5,8 +5,8 @@ task have the same one, so that the vector can describe the rule of the task.
 
 The table may have a million rows, and a training step uses a few hundred. A call copies the rows of the
 batch into a new tensor, and the backward pass stores the gradient in the field `grad` of this tensor.
-`optimizers.puzzle_table` then sums the gradients of each identifier over slots and ranks, and updates only
-the rows that were used. The update is sign SGD with weight decay:
+`optimizers.puzzle_table` then sums the gradients of each identifier over slots and, with local_steps=1, over
+ranks. It updates only the rows that were used, by sign SGD with weight decay:
 
     row = (1 - puzzle_emb_lr * puzzle_emb_weight_decay) * row - puzzle_emb_lr * sign(gradient)
 """
@@ -22,12 +22,12 @@ class PuzzleEmbedding(nn.Module):
 
     A dataset gives each puzzle an identifier, which several puzzles may share. A call takes identifiers and
     returns their vectors. In training mode, the result requires a gradient. `pop_gradients` returns the
-    gradients of all calls, and `optimizers.puzzle_table` uses them to update the vectors. `weights` is a
-    buffer, not a parameter, because a training step uses only a few of its rows.
+    gradients of all calls, and `optimizers.puzzle_table` uses these gradients to update the vectors.
+    `weights` is a buffer, not a parameter, because a training step uses only a few of its rows.
 
     Attributes:
         weights: The vectors, float32 [num_puzzle_identifiers, ndim], initially 0. If ranks divide the table
-            (puzzle_emb_sharding=rows), only those of this rank.
+            (puzzle_emb_sharding=rows), `weights` contains only the rows of this rank.
     """
 
     weights_name: ClassVar[str] = "puzzle_emb.weights"  # name in the state dict of a network
@@ -39,11 +39,12 @@ class PuzzleEmbedding(nn.Module):
         self._fetched: tuple[Tensor, Tensor] | None = None
 
     def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
-        """Sets the vectors that the next calls look up, if ranks divide the table.
+        """Makes the next calls read their vectors from `rows`, instead of from `weights`.
 
-        Until the next `read_from`, calls may only get these identifiers.
+        Only needed if ranks divide the table. Until the next `read_from`, calls may only get identifiers that
+        `identifiers` contains.
 
-        identifiers: Puzzle identifiers, int64 [n], ascending. rows: Their vectors, [n, ndim].
+        identifiers: Puzzle identifiers, int64 [n], ascending. rows: Vectors of these identifiers, [n, ndim].
         """
         self._fetched = identifiers, rows
 

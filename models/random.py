@@ -2,12 +2,13 @@
 
 A slot is a position of the global batch. The random numbers of a slot do not depend on the number of
 processes, and a checkpoint contains no generator state. They do not depend on the batch size either, except
-`min_steps` of `sample_exploration` (models/halting.py). The generator is Philox4x32-10 (Salmon et al. 2011,
-doi 10.1145/2063384.2063405), as in numpy and on GPUs. In `SlotRng`, each slot has its own counter.
+`min_steps` of `sample_exploration` (models/halting.py). In an evaluation, the example and the number of its
+sample replace the slot. The generator is Philox4x32-10 (Salmon et al. 2011, doi 10.1145/2063384.2063405), as
+in numpy and on GPUs. In `SlotRng`, each slot has its own counter.
 
 `SlotRng` samples on the device. The purpose is a text, the argument `use`, such as "picked board". Dropout
-uses integer keys instead (`random_bits`), because it runs inside compiled blocks. There, torch would compile
-a graph for every text.
+uses integer keys instead (`random_bits`), because dropout runs inside compiled blocks. There, torch would
+compile a graph for every text.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ STD_AFTER_CUT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * 
 
 
 def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
-    """Returns uniform random numbers in [0, 1) for a training step: float64 [count].
+    """Returns uniform random numbers in [0, 1) for training step `step`: float64 [count].
 
-    With a smaller `count`, the result is the beginning of the result with a larger one. Runs on the host.
+    With a smaller `count`, the result contains the first numbers of the result with a larger `count`. Runs on
+    the host.
     """
     generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
@@ -45,7 +47,7 @@ def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
 
 # Small numbers may be added to a key, if several keys are needed.
 def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Returns a random key for each position of the global batch: int64 [batch_size].
+    """Returns a random key for each slot of the global batch: int64 [batch_size].
 
     The keys are in [0, 2**62). Runs on the host.
     """
@@ -56,7 +58,7 @@ def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
 def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
     """Returns `count` uniform integers in [0, 2**32) for each key: int64 [n, count].
 
-    With a smaller `count`, the result is the beginning of the result with a larger one.
+    With a smaller `count`, the result contains the first columns of the result with a larger `count`.
 
     keys: int64 [n], not negative. stream: Different values give independent integers for the same keys.
     """
@@ -89,7 +91,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) 
 
 @dataclasses.dataclass(frozen=True)
 class SlotRng:
-    """A source of random numbers for one call of the model on some slots.
+    """A source of random numbers for one thinking step of some slots.
 
     Each slot has its own numbers. Every sampling method has an argument `use`, a text that names
     the purpose, such as "hints". Different texts give independent numbers. The same text gives the same
@@ -111,21 +113,21 @@ class SlotRng:
     ) -> SlotRng:
         """Creates the source of random numbers of a training step.
 
-        step: Number of the training step. slots: Positions in the global batch that this source is for.
-        arrays: Results of `Network.sample_randomness` for these positions.
+        step: Number of the training step. slots: Numbers of the slots in the global batch, such as range(0,
+        64). arrays: Results of `Network.sample_randomness` for these slots.
         """
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)
 
     @classmethod
     def of_evaluation(cls, seed: int, *, rows: Tensor, samples: Tensor, steps: Tensor) -> SlotRng:
-        """Creates the source of random numbers of one call of the model in an evaluation.
+        """Creates the source of random numbers of one thinking step in an evaluation.
 
         Its numbers are independent of those of training.
 
         rows: Index of each example in its test set, int64 [batch]. samples: If an example is evaluated
-        several times, the number of the repetition, from 0, int64 [batch]. steps: How many calls the example
-        has had, with this one, int32 [batch].
+        several times, the number of the repetition, from 0, int64 [batch]. steps: Number of thinking steps
+        that the example has had, including this one, int32 [batch].
         """
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))
 

@@ -19,18 +19,17 @@ from models.network import Network
 class Call(NamedTuple):
     """A recorded call of a module, or a recorded value of a hidden state.
 
-    A module is called once or several times in each call of the network.
+    The network is called once in each thinking step. It calls a module once or several times.
 
     Attributes:
         name: Name of the module in the network, such as "L_level.layers.0.mlp", or of the state, such as
             "z_H".
         output: Copy of the output of the module, or of the state, [batch, positions, hidden].
-        steps: How many calls of the network each puzzle has had, including this one, int32 [batch].
+        steps: Number of thinking steps that each puzzle has had, including this one, int32 [batch].
         rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding.
-        cycle: Index, from 1, of the H cycle (outer loop) in the call of the network. 1 if the model has no H
-            cycles.
-        call: Number of times that the network has run a stack of blocks in this cycle so far. All stacks
-            count together, and a stack that runs now is included. 0 before the first stack.
+        cycle: Number of the H cycle in the thinking step, from 1. If the model has no H cycles, 1.
+        call: Number of runs of a stack of blocks in this H cycle so far. A run that has started counts. If
+            the network has several stacks, the runs of all stacks count. 0 before the first run.
         network: The network. `network.answer(output)` applies its output layers to the state z_H.
     """
 
@@ -44,9 +43,9 @@ class Call(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Returns how many calls of the network the puzzles have had, including this one.
+        """Returns the number of thinking steps that every puzzle has had, including this one.
 
-        Raises ValueError if the number differs among the puzzles of the batch, as with halting=act.
+        Raises ValueError if this number differs among the puzzles of the batch, as with halting=act.
         """
         if (self.steps != self.steps[0]).any():
             raise ValueError(
@@ -59,11 +58,12 @@ class Call(NamedTuple):
 def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
     """Context manager that records calls of modules of a model in evaluation mode.
 
-    Yields a list, to which each call is added when it ends. Only calls in the current thread are recorded.
-    The list keeps all outputs in memory.
+    Yields a list. At the end of each thinking step, the calls of this step are added to the list. Only calls
+    in the current thread are recorded. The list keeps all outputs in memory.
 
-    A hidden state is recorded after each call of a stack of blocks that changes it. The recorded value is the
-    one that the next call reads or, after the last call, the one that the network returns.
+    A hidden state is recorded after each call of a stack of blocks that changes the state. The recorded value
+    is the state that the next such call reads. After the last such call, it is the state that the network
+    returns.
 
     Args:
         model: `HaltingModel` or its network, or the result of `solve.load`.
@@ -93,7 +93,8 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
 class _Recorder:
     """The forward hooks of `record`, called before and after each call of a module.
 
-    network: The network to record. If None, every network. names: As in `record`.
+    network: The network to record. If None, every network. names: Names of the states to record, such as
+    "z_H", and patterns of `fnmatch` for the names of modules.
     """
 
     def __init__(self, network: Network | None, names: Sequence[str]):

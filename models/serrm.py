@@ -1,12 +1,12 @@
 """The Symbol-Equivariant Recurrent Reasoning Model (SE-RRM, arXiv 2603.02193).
 
-The state has a vector for every symbol (token) in every cell. All ordinary symbols share their weights. So
-if the symbols of a puzzle are permuted, the answer has the same permutation. The weights also fit other
-numbers of symbols and, without learned positions, other sizes of the grid. Tokens 0 and 1 (padding, and the
-empty cell or the end of a grid) have separate weights.
+The state has a vector for every symbol (token) in every cell. By default (equivariant_symbols=true), all
+ordinary symbols share their weights. So if the symbols of a puzzle are permuted, the answer has the same
+permutation. The weights also fit other numbers of symbols. Without learned positions, they also fit other
+sizes of the grid. Tokens 0 and 1 (padding, and the empty cell or the end of a grid) have separate weights.
 
-The loss is that of models/objective.py. There is no Q head. q_halt is computed from the logits without
-gradient, so q_halt_loss changes no weight.
+models/objective.py computes the loss. There is no Q head. q_halt is computed from the logits without
+gradient, so q_halt_loss changes no weight. In training, a slot halts at random (table in models/halting.py).
 """
 
 import math
@@ -45,8 +45,8 @@ class AxialBlock(nn.Module):
         h = rms_norm(h + attn_t(h))  attention over the symbols, at each position
         h = rms_norm(h + mlp(h))
 
-    `forward` takes h, the table of rotary position embeddings or None, and a random key of each batch
-    position for the dropout, int64 [batch], or None for no dropout.
+    `forward` takes h, the table of rotary position embeddings (None: no rotary position embeddings), and a
+    random key of each slot for the dropout, int64 [batch] (None: no dropout).
 
     number: Index of this block in the network. The random bits of the dropout depend on it, so that each
         block sets other elements to 0.
@@ -173,8 +173,8 @@ class SERRM(Network):
         """Returns the embedded puzzle, [batch, symbols, positions, hidden].
 
         The positions are the cells, then `add_tokens` learned positions. If a cell contains symbol s, its
-        vector for s is sqrt(symbols) * (learned vector of s), and its vectors for all other symbols are 0.
-        Then embeddings of the cell's position and of the puzzle are added, if the config has them.
+        vector for s is sqrt(number of symbols) * (learned vector of s), and its vectors for all other symbols
+        are 0. Then embeddings of the cell's position and of the puzzle are added, if the config has them.
 
         The puzzle embedding has hidden + symbols numbers. The first part is a vector that is added for every
         symbol and cell. The second part has a number for each symbol, which is added to all features of its

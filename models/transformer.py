@@ -1,7 +1,6 @@
 """The baseline of the papers: a transformer of the same blocks that answers in one forward pass.
 
-A slot halts after each thinking step. Puzzle embedding and loss are the same as in models/trm.py, where they
-are explained.
+A slot halts after its first thinking step. Puzzle embedding and loss are the same as in TRM (models/trm.py).
 """
 
 from torch import Tensor
@@ -18,8 +17,8 @@ from models.random import SlotRng
 class Transformer(TokenNetwork):
     """A transformer that answers in one forward pass, without a hidden state between calls.
 
-    It is a stack of `num_layers` blocks, followed by the output layers. The buffers H_init and L_init are in
-    its checkpoints, but have no effect.
+    The network is a stack of `num_layers` blocks, followed by the output layers. Its checkpoints contain the
+    buffers H_init and L_init, which have no effect.
     """
 
     def __init__(self, arch: TransformerConfig, metadata: Metadata):

@@ -9,13 +9,13 @@ Thinking step      `TRM.forward` below: three H cycles. An H cycle calls the lev
 Gradient           The calls of the last H cycle have gradient. The calls of earlier H cycles, and earlier
                    thinking steps, have none.
 Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.embed` (models/network.py) puts
-                   it before the cells: into position 0. Positions 1 to 15 are zeros. In each training step,
-                   sign SGD with weight decay updates the vectors of the puzzles in the batch
+                   the vector into position 0, before the cells. Positions 1 to 15 are zeros. In each training
+                   step, sign SGD with weight decay updates the vectors of the puzzles in the batch
                    (models/puzzle_embedding.py).
 Halting            Training: A slot halts after 16 thinking steps, or earlier if q_halt > 0. In each training
-                   step, a slot explores with probability 0.1: it samples a minimum from 2 to 16. If it has
-                   made fewer thinking steps on its puzzle, it does not halt in this training step. The next
-                   training step samples again.
+                   step, a slot explores with probability 0.1: it samples a minimum from 2 to 16. If the slot
+                   has made fewer thinking steps on its puzzle, it does not halt in this training step. The
+                   next training step samples again.
                    Evaluation: With halting=max, the default, every slot runs 16 thinking steps. With
                    halting=act, slots halt as in training, but do not explore (models/halting.py).
 Loss               Loss of a slot: the mean over its labeled cells of the stablemax cross-entropy, plus 0.5
@@ -48,15 +48,15 @@ class TRM(TokenNetwork):
         q_halt, q_continue = q_head(z_H at position 0)
 
     e is the embedded puzzle. L(z, x) applies a stack of `L_layers` transformer blocks to the sum z + x. By
-    default, H_cycles is 3, L_cycles is 6, and the stack has 2 blocks. q_halt decides when the model stops
-    working on a puzzle. q_continue has no effect by default. The paper calls z_H y, and z_L z.
+    default, H_cycles is 3, L_cycles is 6, and the stack has 2 blocks. q_halt decides when a puzzle halts.
+    q_continue has no effect by default. The paper uses the names y for z_H, and z for z_L.
 
     e, z_H and z_L are [batch, positions, hidden] in the dtype of the activations. The first positions contain
     the puzzle embedding (by default 16 positions). The cells (tokens) of the puzzle follow.
 
     All calls of L in the last `gradient_cycles` H cycles have gradient (by default in the last one). If
-    gradient_cycles is 0, only the last call for each state has gradient, as in HRM. The embeddings and the
-    heads always have gradient. The returned states are detached.
+    gradient_cycles is 0, only the last call for each state has gradient. The embeddings and the heads always
+    have gradient. The returned states are detached.
     """
 
     def __init__(self, arch: TRMConfig, metadata: Metadata):

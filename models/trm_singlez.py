@@ -26,8 +26,10 @@ class TRMSingleZ(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    q_halt decides when the model stops working on a puzzle. The shapes and the calls with gradient are the
-    same as in `models.trm.TRM`.
+    q_halt decides when a puzzle halts. q_continue has no effect by default. e and z_H are [batch, positions,
+    hidden]: positions for the puzzle embedding, then the cells. All calls of L in the last `gradient_cycles`
+    H cycles have gradient (by default in the last one). If gradient_cycles is 0, only the last call that adds
+    e, and the last call of all, have gradient.
     """
 
     def __init__(self, arch: TRMSingleZConfig, metadata: Metadata):

@@ -1,6 +1,7 @@
 """The Universal Reasoning Model (URM, arXiv 2512.14693): one state, updated repeatedly by the same blocks.
 
-Puzzle embedding, halting and loss are the same as in models/trm.py, where they are explained.
+In training, a slot halts if q_halt > 0, or after 16 thinking steps. Puzzle embedding, halting and loss are
+the same as in TRM (models/trm.py).
 """
 
 import torch.nn.functional as F
@@ -47,8 +48,8 @@ class URM(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    By default, H_cycles is 2, L_cycles is 6, and the stack has 4 blocks. q_halt decides when the model stops
-    working on a puzzle. q_continue has no effect by default.
+    By default, H_cycles is 2, L_cycles is 6, and the stack has 4 blocks. q_halt decides when a puzzle halts.
+    q_continue has no effect by default.
 
     e and z_H are [batch, positions, hidden] in the dtype of the activations. The first positions contain the
     puzzle embedding (by default 1 position). The cells (tokens) of the puzzle follow.

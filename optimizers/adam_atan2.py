@@ -1,8 +1,9 @@
 """AdamATan2 (arXiv 2407.05872): Adam with arctan2 instead of the division with epsilon.
 
 Weights, gradients and moments are ranges of flat buffers (`distributed.flat`). `torch.compile` turns
-`adam_atan2_` into a kernel that updates a whole range in one pass over memory. Without the compiler, the same
-function runs op by op. On a CPU it then works on chunks that stay in the cache.
+`adam_atan2_` into a kernel that updates a whole range in one pass over memory. Without the compiler, torch
+runs the operations of `adam_atan2_` one by one. On a CPU, each call then gets a chunk that fits into the
+cache.
 """
 
 from collections.abc import Callable, Collection
@@ -62,8 +63,8 @@ def atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
     """Returns atan2(y, sqrt(x)) for each element, for x >= 0, computed with a polynomial.
 
-    In compiled code on a CPU, it is faster than torch.atan2. The relative error is below 3e-7, unless y^2
-    underflows.
+    In compiled code on a CPU, this function is faster than torch.atan2. The relative error is below 3e-7,
+    unless y^2 underflows.
     """
     # On a CPU, torch.atan2 takes twice as long as all memory access of an update. This code has no branches.
     # It computes the tangent of half the angle, then the polynomial gives the angle.
@@ -79,12 +80,12 @@ def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 class AdamATan2(torch.optim.Optimizer):
     """The AdamATan2 optimizer (arXiv 2407.05872) with decoupled weight decay.
 
-    It is Adam with arctan2 in place of the division with epsilon. If ranks divide the update of the weights,
-    it updates only the part of this rank. Parameters that need no gradient do not change.
+    This is Adam with arctan2 in place of the division with epsilon. If ranks divide the update of the
+    weights, `step` updates only the part of this rank. If the parameters need no gradient, nothing changes.
 
-    flat: Object that stores the values of all parameters in one tensor, and all gradients in another. names:
-    Names of the parameters to update. If None, all. compiler_options: Options of torch.compile for the
-    update. If None, the update is not compiled.
+    flat: Object that stores the values of many parameters in one tensor, and their gradients in another.
+    names: Names of the parameters to update. If None, all parameters of `flat`. compiler_options: Options of
+    torch.compile for the update. If None, the update is not compiled.
     """
 
     def __init__(

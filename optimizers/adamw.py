@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """The fused AdamW of torch. All of its `state` exists from the start, for loading checkpoints."""
+    """The fused AdamW of torch. The constructor creates all of `state`, so a checkpoint can be loaded."""
 
     def __init__(
         self, parameters: Iterable[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float

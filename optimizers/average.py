@@ -1,11 +1,12 @@
-"""Exponential moving average (EMA) of the dense weights. Evaluations use it.
+"""Exponential moving average (EMA) of the dense weights. By default, evaluations use the averages.
 
-After every step: average = rate * average + (1 - rate) * weight. The average starts as the initial weights.
-Their coefficient is rate^t after t steps, or 0 with bias correction (as Adam's, arXiv 1412.6980, section 3).
-Puzzle embeddings have another class (`optimizers.puzzle_table_average.RowAverage`).
+In every training step: average = rate * average + (1 - rate) * weight. The average starts as the initial
+weights. After t steps, their coefficient is rate^t. With bias correction (as in Adam, arXiv 1412.6980,
+section 3), it is 0. Puzzle embeddings have another class (`optimizers.puzzle_table_average.RowAverage`).
 
-Every rank keeps the averages of a range of the flat buffers in which it has updated weights. An update
-therefore sends nothing, and almost nothing is computed twice. Only the use of averages needs messages.
+Every rank keeps the averages of a part of the flat buffers. After a step, the rank has the current float32
+weights of this part. An update of averages therefore sends nothing, and almost nothing is computed twice.
+Only `averaged` sends messages.
 """
 
 import contextlib
@@ -32,25 +33,25 @@ class Average:
     def update(self, steps: range) -> None:
         """Adds the current weights to the averages, once for each training step in `steps`.
 
-        steps: Numbers of consecutive training steps, from 1, or an empty range. Usually it is only one step.
-        With local_steps > 1, ranks train separately, and merge their weights every few steps. The merged
-        weights then count for all steps since the previous merge.
+        steps: Numbers of consecutive training steps, from 1. With local_steps=1, only the current step. If
+        local_steps > 1, ranks train separately, and merge their weights every few steps. After a merge,
+        `steps` contains all steps since the previous merge. After other steps, it is empty.
         """
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Brings the moving averages of some puzzle embeddings up to date before they change.
+        """Brings the moving averages of some puzzle embeddings up to date before the embeddings change.
 
-        The averages then include the current embeddings for all training steps before `step`. Call it before
-        training step `step` (from 1) changes the embeddings.
+        The averages then include the current embeddings for all training steps before `step`.
 
-        identifiers: Numbers of the embeddings, int64 [n].
+        identifiers: Numbers of the embeddings, int64 [n]. step: Number of the training step, from 1, that
+        will change the embeddings. With local_steps > 1, the first step since the last merge of the ranks.
         """
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
         """Context manager that replaces the weights of the model by their averages after step `step`.
 
-        On exit, it restores the weights. All ranks enter it together.
+        On exit, the weights are restored. All ranks enter it together.
         """
         yield
 
@@ -61,7 +62,7 @@ class Average:
     def tensors(self) -> Tensors:
         """Returns the tensors of this object for a checkpoint, as {name: tensor or shard}.
 
-        Loading a checkpoint overwrites them in place.
+        When a checkpoint is loaded, these tensors are overwritten in place.
         """
         return {}
 
@@ -69,8 +70,8 @@ class Average:
 class DenseAverage(Average):
     """The moving average (EMA) of all weights except puzzle embeddings, in float32.
 
-    If ranks divide the work, each rank holds only the averages of some of the weights. The averages are on
-    the device of the weights.
+    With several ranks, each rank holds only the averages of a part of the weights. The averages are on the
+    device of the weights.
 
     flats: Objects that each store the values of many weights in one tensor. rate: Factor of the old average
     in each step, close to 1. corrects_bias: If True, the initial weights have no influence on the average.
@@ -136,7 +137,10 @@ def build_average(
     """Creates the moving average (EMA) of all weights except puzzle embeddings.
 
     If config.ema is None, the methods of the result do nothing. Warns if the average will still contain much
-    of the initial weights when training ends. If `total_steps` is None, there is no warning.
+    of the initial weights when this launch ends. With ema_bias_correction=true, this cannot happen.
+
+    flats: Results of `build_flats`. total_steps: Number of training steps of the run. If None, there is no
+    warning.
     """
     if config.ema is None:
         return Average()
@@ -147,10 +151,10 @@ def build_average(
 
 
 def warn_of_long_average(rate: float, *, num_steps: int) -> None:
-    """Warns on rank 0 if an average without bias correction is too long for `num_steps` training steps.
+    """Warns on rank 0 if an average (EMA) still contains much of the initial weights after `num_steps` steps.
 
-    The average then still contains much of the initial weights. Example: A rate of 0.999 averages over about
-    1000 steps.
+    This is so if num_steps < 5 / (1 - rate). Only for averages without bias correction. Example: A rate of
+    0.999 averages over about 1000 steps. So there is a warning for fewer than 5000 steps.
     """
     if num_steps * (1 - rate) >= _FEW or not is_main():
         return

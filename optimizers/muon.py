@@ -1,9 +1,9 @@
 """Muon: an optimizer for matrices. Its steps follow the orthogonalized momentum.
 
-Jordan et al. 2024, kellerjordan.github.io/posts/muon. Updates are scaled to the size of Adam's (arXiv
-2502.16982), so that the same learning rate and weight decay fit both. In bfloat16, an update is bit-identical
-to that of `torch.optim.Muon`. torch has no option for another dtype, and bfloat16 is slow on processors that
-emulate it. The caller therefore chooses the dtype here.
+Jordan et al. 2024, kellerjordan.github.io/posts/muon. Updates are scaled to the size of Adam's updates (arXiv
+2502.16982), so that the same learning rate and weight decay fit both optimizers. In bfloat16, an update is
+bit-identical to that of `torch.optim.Muon`. torch's Muon always computes in bfloat16, which is slow on
+processors that emulate it. `Muon` below therefore has the argument `dtype`.
 """
 
 import math
@@ -22,7 +22,7 @@ _EPS = 1e-7
 
 
 def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Returns a matrix with the same singular vectors, and singular values close to 1.
+    """Returns a matrix with the singular vectors of `matrix`, and with singular values close to 1.
 
     Runs five Newton-Schulz iterations. The result is a new tensor [m, n] in `dtype`.
 
@@ -45,14 +45,15 @@ def _scaled(lr: float, matrix: Tensor) -> float:
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer for matrices. All of its `state` exists from the start, for loading checkpoints.
+    """The Muon optimizer for matrices. The constructor creates all of `state`, so a checkpoint can be loaded.
 
-    Tensor-parallel ranks divide each matrix. One rank then gathers the parts of the update from all ranks,
-    orthogonalizes the full update, and sends each rank its part. The ranks take turns. All ranks call `step`.
+    With tensor parallelism, the ranks of a group divide each matrix. For each matrix, one of these ranks
+    gathers the parts of the update, orthogonalizes the full update, and sends each rank its part. The ranks
+    take turns, one matrix each. All ranks call `step`.
 
-    matrices: {name: matrix, or part of the matrix on this rank}, float32 [m, n]. cuts: {name: `Cut`, which
-    says where this part is in the full matrix}. If it is empty, the matrices are not divided. ranks: Group of
-    the ranks that divide the matrices. dtype: Dtype of the orthogonalization.
+    matrices: {name: matrix, or part of the matrix on this rank}, float32 [m, n]. cuts: {name: `Cut`}. A `Cut`
+    describes which part of the full matrix this rank holds. If `cuts` is empty, the matrices are not divided.
+    ranks: Group of the ranks that divide the matrices. dtype: Dtype of the orthogonalization.
     """
 
     def __init__(

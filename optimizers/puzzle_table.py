@@ -1,11 +1,12 @@
 """The table of puzzle embeddings: update of the rows, and distribution over ranks.
 
-A step updates only the rows that its slots use. The update is weight decay, and the sign of the gradient,
-which is summed over all ranks. A row whose gradient is 0 only decays. `Replicated`: every rank holds all
-rows. `RowsByOwner`: one rank owns each row (`distributed.shards.rows_of_rank`), and before a step each rank
-fetches the rows that its slots read.
+A training step updates only the rows that its slots use. The update is weight decay, then a step against the
+sign of the gradient. If a gradient is 0, the row only decays. The gradients are summed over all ranks, except
+with local_steps > 1. There are two kinds of tables. `Replicated`: every rank holds all rows. `RowsByOwner`:
+of the ranks that divide the batch, one holds each row (`distributed.shards.rows_of_rank`). Before the forward
+pass, each rank fetches the rows that its slots read.
 
-Invariant: before a row changes, its old value is added to the average (`optimizers.puzzle_table_average`).
+Invariant: before a row changes, its old value is added to its average (`optimizers.puzzle_table_average`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float,
 
         row = (1 - lr * weight_decay) * row - lr * sign(gradient)
 
-    rows: Row numbers, [n]. gradients: Their gradients, [n, ndim]. If a row number is repeated, all repeats
-    must have the same gradient. The row is then updated once.
+    rows: Row numbers, [n]. gradients: Gradients of these rows, [n, ndim]. If a row number is repeated, all
+    repeats must have the same gradient. The row is then updated once.
     """
     moved = table[rows].mul_(1 - lr * weight_decay)
     table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)
@@ -51,11 +52,11 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 
 
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums the gradients of each puzzle embedding, but keeps repeated identifiers.
+    """Sums the gradients of each puzzle embedding. The result repeats identifiers as often as the input.
 
     Returns (identifiers [n], sums [n, ndim]), with the identifiers in ascending order. Each repeat of an
-    identifier has the same sum. Sums are float64. No shape depends on values, so the host does not wait for
-    the GPU.
+    identifier has the same sum. Sums are float64. The shapes of the result do not depend on the values of the
+    input, so the host does not wait for the GPU.
 
     identifiers: Number of the embedding of each gradient, [n]. gradients: [n, ndim].
     """
@@ -73,7 +74,7 @@ class PuzzleTable:
     """The puzzle embeddings of a model, and their optimizer.
 
     A puzzle embedding is a learned vector for each puzzle identifier, a row of a table. The methods of this
-    base class do nothing. It is for models without puzzle embeddings.
+    base class do nothing. A model without puzzle embeddings uses the base class.
     """
 
     average = Average()  # moving average (EMA) of the embeddings
@@ -81,14 +82,18 @@ class PuzzleTable:
     def prepare(self, identifiers: Tensor) -> None:
         """Makes the puzzle embeddings that a training step will read available on this rank.
 
-        All ranks call it before the step. identifiers: int [n], with repeats.
+        All ranks call it before the forward pass.
+
+        identifiers: Puzzle identifiers of this rank's slots, int [n], with repeats.
         """
 
     def reduce(self, *, step: int) -> None:
         """Sums the gradients of training step `step` over ranks, for `update_`. All ranks call it."""
 
     def keep_own(self, *, step: int) -> None:
-        """Stores this rank's gradients for `update_`. With local_steps > 1, it is called instead of `reduce`.
+        """Stores this rank's gradients for `update_`. Does not communicate.
+
+        With local_steps > 1, call `keep_own` instead of `reduce`.
 
         step: Number of the first training step after the last call of `merge`.
         """
@@ -96,24 +101,28 @@ class PuzzleTable:
     def update_(self, lr: float) -> None:
         """Updates the puzzle embeddings that this training step used. Does not communicate.
 
-        First call `reduce`, or `keep_own` with local_steps > 1. They provide the gradients.
+        Before, call `reduce` (with local_steps > 1, `keep_own`), which provides the gradients.
         """
 
     def merge(self, *, step: int) -> None:
         """Makes the puzzle embeddings equal on all ranks, with local_steps > 1. All ranks call it.
 
-        If some ranks have changed an embedding since the last call, it becomes the mean of their values.
+        If some ranks have changed an embedding since the last call of `merge`, it becomes the mean of the
+        values on these ranks.
 
-        step: Number of the first training step after the last call.
+        step: Number of the first training step after the last call of `merge`.
         """
 
     def fetch(self, identifiers: Tensor) -> None:
-        """As `prepare`, for an evaluation. All ranks call it."""
+        """Makes the puzzle embeddings that an evaluation will read available on this rank. All ranks call it.
+
+        identifiers: Puzzle identifiers of all examples that this rank will read, int [n], may repeat.
+        """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """Overwrites the puzzle embeddings of all ranks with those in `weights` of rank 0. All ranks call it.
+        """If ranks divide the puzzle embeddings, overwrites them with those of rank 0. All ranks call it.
 
-        If every rank holds all embeddings, it does nothing.
+        If every rank holds all embeddings, nothing changes: the caller broadcasts the embeddings itself.
 
         weights: On rank 0, {name: full weight}, with all embeddings. On other ranks, {}.
         """
@@ -135,6 +144,7 @@ class _Table(PuzzleTable):
       the moving averages. Returns a tensor with one row for each row that this rank holds. All ranks call it.
 
     embedding: Module with the rows on this rank, [rows, ndim]. num_rows: Number of rows of the full table.
+    ranks: Group of the ranks that divide the batch.
     """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
@@ -152,11 +162,11 @@ class _Table(PuzzleTable):
 class Replicated(_Table):
     """A table of puzzle embeddings with all rows on every rank.
 
-    The rows are equal on all ranks after each step. With local_steps > 1, ranks train separately, and the
-    rows are equal after each `merge`.
+    With local_steps=1, the rows are equal on all ranks after each training step. With local_steps > 1, ranks
+    train separately, and the rows are equal only after each `merge`.
 
-    embedding: Module with the rows, [num_rows, ndim]. slot_counts: Number of puzzles that each rank works on
-    in a training step, one entry for each of `ranks`.
+    embedding: Module with the rows, [num_rows, ndim]. slot_counts: Number of slots of each rank, one entry
+    for each of `ranks`.
     """
 
     def __init__(
@@ -223,9 +233,10 @@ class Replicated(_Table):
 
 
 class RowsByOwner(_Table):
-    """A table of puzzle embeddings with each row on only one rank, its owner.
+    """A table of puzzle embeddings with each row on only one of `ranks`, its owner.
 
-    Other ranks get the rows that they need from the owners, and send gradients back.
+    In each training step, a rank gets the rows that it needs from their owners, and sends the gradients of
+    these rows back to the owners.
     """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
@@ -287,8 +298,8 @@ def build_table(
     """Creates the table of puzzle embeddings that the config selects.
 
     embedding: Module with the embeddings on this rank. If None, the methods of the result do nothing.
-    num_rows: Number of puzzle identifiers, of which each has one embedding. ranks: Group of the ranks that
-    divide the batch.
+    num_rows: Number of puzzle identifiers. Each identifier has one row. ranks: Group of the ranks that divide
+    the batch.
     """
     if embedding is None:
         return PuzzleTable()
@@ -307,7 +318,8 @@ def build_table(
 def num_local_rows(config: PretrainConfig, num_rows: int, ranks: Ranks) -> int:
     """Returns how many of the `num_rows` puzzle embeddings this rank must hold.
 
-    With puzzle_emb_sharding=rows and several ranks, each rank holds only a part. Otherwise, it holds all.
+    With puzzle_emb_sharding=rows and several ranks, each rank holds only a part of the embeddings. Otherwise,
+    each rank holds all.
     """
     return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_sharded(config, ranks) else num_rows
 

@@ -1,7 +1,8 @@
 """Exponential moving average (EMA) of the puzzle embeddings, the rows of `optimizers.puzzle_table`.
 
-It is the average of `optimizers.average`. But a training step changes only the few rows that it uses, so the
-average of a row is computed only when the row is about to change, or when the average is read.
+In every training step: average = rate * average + (1 - rate) * row. But a training step changes only the few
+rows that it uses. So the average of a row is not computed in every step, but only when the row is about to
+change, or when the average is read.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class RowAverage(Average):
-    """The moving average (EMA) of the puzzle embeddings. Each rank averages some of them.
+    """The moving average (EMA) of the puzzle embeddings. Each rank averages some of the embeddings.
 
-    Without bias correction, the difference between the average and an unchanged embedding is multiplied by
-    `rate` in each step, so by rate^n in n steps. This is computed in one operation.
+    Without bias correction, each step multiplies the difference between the average and an unchanged
+    embedding by `rate`. n steps multiply the difference by rate^n, which is computed in one operation.
 
     rate: Factor of the old average in each step, close to 1.
     corrects_bias: If True, the bias is corrected as in Adam: the initial embeddings have no influence on the
-        average. The factor of the old average is then 0 in step 1, and rises toward `rate`.
+        average. The factor of the old average is then 0 in step 1, and rises toward `rate` in later steps.
     """
 
     def __init__(self, table: Replicated | RowsByOwner, *, rate: float, corrects_bias: bool):

@@ -34,9 +34,10 @@ class Weights:
     """The weights of a model, except puzzle embeddings, with their optimizers.
 
     Attributes:
-        flats: Objects that each store the values of many weights in one tensor, and their gradients in
-            another. Usually there is one. With pipeline or tensor parallelism there are two: one for the
-            weights outside of transformer blocks, and one for this rank's part of the blocks.
+        flats: Objects that each store the values of many weights in one tensor, and the gradients of these
+            weights in another. Usually there is one object. With pipeline or tensor parallelism, there are
+            two: one for the weights outside of transformer blocks, and one for this rank's part of the
+            blocks.
         groups: Pairs of an optimizer and the names of the weights that it updates (`ParameterGroup`).
         owned: Weights that this rank updates, {name: tensor or shard}. A shard is a part of a weight.
         scalars: Numbers that are sent together with the gradients, such as the loss.
@@ -68,9 +69,10 @@ class Weights:
     def clip_(self, limit: float | None) -> Tensor:
         """Scales the gradients so that their norm is at most `limit`. All ranks call it.
 
-        Returns the norm before scaling, a scalar tensor. It includes the gradients of weights on other ranks.
+        Returns the norm before scaling, a scalar tensor. With pipeline or tensor parallelism, the norm
+        includes the gradients of the weights that only other ranks hold.
 
-        limit: If None, the gradients do not change.
+        limit: Maximum norm. If None, the gradients do not change.
         """
         norms = [torch.linalg.vector_norm(flat.gradients) for flat in self.flats]
         norm = norms[0]
@@ -95,7 +97,7 @@ class Weights:
     def gather_(self) -> None:
         """Sends updated or loaded weights to all ranks that need them in the forward pass. All ranks call it.
 
-        In mixed precision, it also casts the weights to the dtype of the forward pass.
+        In mixed precision, the float32 weights are first cast to the dtype of the forward pass.
         """
         for flat in self.flats:
             flat.gather_()
@@ -103,9 +105,9 @@ class Weights:
     def tensors(self) -> Tensors:
         """Returns the weights for a checkpoint, as {name: tensor or shard}.
 
-        A shard is the part of a weight that this rank holds. It has 0 elements if this rank does not hold the
-        weight. The result contains all weights of the model, except puzzle embeddings. Weights are in the
-        dtype of the optimizer (float32).
+        The result contains all weights of the model, except puzzle embeddings, in the dtype of the optimizer
+        (float32). A shard is the part of a weight that this rank updates. If this rank updates no part of the
+        weight, the shard has 0 elements.
         """
         tensors = self.owned | self._absent
         for flat in self.flats:
