@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))  # With PYTHONSAFEPATH, Python does not do this.
+sys.path.insert(0, str(Path(__file__).parent))  # Python does this itself, except with PYTHONSAFEPATH.
 
 import runtime.environment  # noqa: F401 - Sets variables that OpenMP reads when torch is imported.
 
@@ -76,16 +76,17 @@ def train(program: Program[PretrainConfig]) -> int:
     # training step puts puzzles into the slots.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Load the newest checkpoint of the run, or the one that the config key `resume` names. If the run has no
-    # checkpoint, load the weights of the model that the key `init_from` names, if it is set.
+    # Load the newest checkpoint of the run. If the run has none and the config key `resume` is a path, load
+    # the checkpoint at this path. If there is no checkpoint, load the weights of the model that the key
+    # `init_from` names, if it is set.
     checkpoints = open_checkpoints(config, data)
     with program.watchdog.paused():  # The watchdog ends a run that hangs, but loading may take long.
-        # `is_logged`: whether metrics.jsonl, the log of the run, has a row for the loaded step. The row is
-        # missing if the earlier launch was killed after it saved the checkpoint and before it logged the row.
-        # Step 0 counts as logged.
+        # `resume` returns whether metrics.jsonl, the log of the run, has a row for the loaded step. A row may
+        # be missing, for example because a launch stopped after it saved the checkpoint and before it logged
+        # the row. At step 0, the result is True.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles that the checkpoint was trained on. (`open_data` has searched those of this run.) If
-    # there are some, this logs a warning, or ends the run with an error (config key `leaks`).
+    # Find test puzzles that the checkpoint was trained on. `open_data` has already found those that this run
+    # trains on. If there are any, log a warning, or end the run with an error (config key `leaks`).
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
@@ -134,11 +135,12 @@ def run_steps(
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over this rank's batches, with up to `num_answers` right answers of each puzzle.
-    # - checkpoints: Saves checkpoints in the background. If an error ends the block, waits for the last one.
+    # - checkpoints: Saves checkpoints in the background. After an error in the `with` block, waits until the
+    #   checkpoint that is being saved is complete.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
     #   one. `is_agreed()` returns on all ranks whether any rank has received one, so that they stop together.
-    #   A rank that does not stop in time is ended. While the watchdog is paused, there is no time limit.
+    #   A rank ends itself if it does not stop in time (distributed/signals.py).
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -151,7 +153,7 @@ def run_steps(
         Monitor(program, state, data, checkpoints, is_logged=is_logged) as monitor,
         Interruption(program.watchdog.is_paused) as interruption,
     ):
-        # Evaluate one batch of each test set, so that an error in the evaluation appears before the training.
+        # Evaluate one batch of each set, so that an error in the evaluation appears before the training.
         # `check` warns if the results lack the metric that selects the best checkpoint (`keep_best`).
         if config.sanity_check and state.step == 0:
             with monitor.paused():
@@ -178,7 +180,7 @@ def run_steps(
                         results = evaluate(config, state, data, interruption)
                     if results is None:
                         # A signal interrupted the evaluation. The next launch evaluates again and logs the
-                        # row. The checkpoint of this step contains its training metrics.
+                        # row, with the training metrics in the checkpoint of this step.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -204,9 +206,9 @@ def run_steps(
                 reasoning=schedule.reasoning(next_step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
-            # A signal may reach only one rank, but all ranks must stop after the same step. If a signal has
-            # asked any rank to stop, `stop_requests` is positive, and `is_agreed()` becomes True on all ranks
-            # (on CUDA one step later). With local_steps > 1, `stop_requests` is None in most steps.
+            # A signal may reach only one rank, but all ranks must stop after the same step. If any rank has
+            # received a signal, the sum `stop_requests` is positive on all ranks. `is_agreed()` then becomes
+            # True on all ranks, on CUDA with the next sum. With local_steps > 1, most steps have no sum.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
@@ -219,8 +221,8 @@ def run_steps(
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)  # does nothing if this step is saved
             checkpoints.close()  # waits until the files are written
-            # If a signal came after the last step but before its row was logged, the status is "stopped". The
-            # next launch then logs the row.
+            # If a signal came between the last step and its log row, the row is still due, and the status is
+            # "stopped". The next launch then logs the row.
             lacks_row = monitor.is_row_due(state.step)
             status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
             write_status(folder, "failed" if checkpoints.last_save_failed else status, step=state.step)

@@ -87,9 +87,9 @@ def introduce(study: Study, config: SearchConfig) -> None:
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
     """Prints how many trainings of the search succeeded, and writes the values of the best to best.yaml.
 
-    best.yaml contains the values of the searched config keys. For a grid search, writes tables of all
-    complete trainings instead. If no training has succeeded and no signal stopped the search, exits with
-    status 1.
+    best.yaml contains the values of the searched config keys. A grid search has no best.yaml. It writes
+    tables of all trainings that succeeded. If no training has succeeded and no signal stopped the search,
+    exits with status 1.
     """
     folder, best = folder_of(config), study.best()
     outcome, hint = ("stopped", " To continue, run the same command.") if is_stopped else ("done", "")

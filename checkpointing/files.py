@@ -125,9 +125,10 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
       <name>.corrupt. If all are damaged, raises ValueError.
     - must: Selects the same checkpoint as auto. If there is none, raises ValueError.
     - never: Selects none. If there is a checkpoint, raises ValueError, because the run would overwrite it.
-    - a path: If `run_folder` has a checkpoint, selects the same checkpoint as auto. If the path is then an
-      older checkpoint in `run_folder`, raises ValueError. If `run_folder` has no checkpoint, selects the
-      checkpoint at the path, or the newest undamaged one if the path is the folder of another run.
+    - a path, if `run_folder` has checkpoints: Selects the same checkpoint as auto. If the path is another
+      checkpoint in `run_folder`, raises ValueError.
+    - a path, if `run_folder` has no checkpoint: Selects the checkpoint at the path. If the path is the folder
+      of another run, selects its newest undamaged checkpoint.
     """
     checkpoints = checkpoints_in(run_folder)
     if config.resume == "never":

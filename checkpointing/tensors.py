@@ -69,7 +69,7 @@ def load_into_(
 ) -> bool:
     """Overwrites tensors and shards of this rank with those in a checkpoint.
 
-    Another number of ranks may have saved the checkpoint. Some tensors have another value on every rank
+    Another number of ranks may have saved the checkpoint. The values of some tensors differ between ranks
     (`Shard.is_by_rank`), for example the optimizer state with local_steps > 1. If the number of ranks has
     changed, every rank loads the mean of the values that the ranks saved.
 
@@ -93,7 +93,7 @@ def load_into_(
             raise _does_not_fit(folder, stored.key, stored=stored.shape, current=None)
         absent.discard(stored.key)
         target, weight = targets[stored.key], 1.0
-        # Shapes are those of the full tensor. A tensor with another value on every rank is stored as [ranks,
+        # Shapes are those of the full tensor. A tensor whose values differ between ranks is stored as [ranks,
         # ...]. If the shapes are equal, each rank loads its part. Otherwise, the number of ranks or the key
         # local_steps has changed. Then each rank loads the same value: the stored tensor, or the mean of its
         # rows. It is computed row by row: row n changes the mean by a fraction of 1 / n.

@@ -255,10 +255,11 @@ def _title(path: Path) -> str:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yields (key, default, comment, heading) for each key of a YAML file with defaults.
+    """Yields (key, value, comment, heading) for each key of a YAML file of config/.
 
     The line "lr: 1e-4 # learning rate" gives ("lr", "1e-4", "learning rate", heading). The heading is the
-    last comment line before the key. Then come the keys that are only in the files of the list `defaults`.
+    last comment line before the key. After the keys of the file itself, yields those that are only in the
+    files that its list `defaults` names.
     """
     sections: list[str] = []
     heading, keys = "", set()

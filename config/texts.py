@@ -20,7 +20,7 @@ _CONTAINERS = (list, typing.Union, types.UnionType)
 
 
 def text_keys(schema: type[pydantic.BaseModel]) -> set[str]:
-    """Returns the keys of a config class with values of type str or list[str], perhaps also None."""
+    """Returns the keys of a config class that allow only texts, lists of texts, and None."""
     of_text, fields = {str, type(None)}, schema.model_fields.items()
     return {name for name, field in fields if _leaves(field.annotation) <= of_text}
 

@@ -48,9 +48,9 @@ def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
 
 
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
-    """Returns the number of each cell's region, such as a box of a Sudoku, row by row.
+    """Returns, for each cell of a grid, the index of its region, such as a box of a Sudoku.
 
-    Returns None if grids of `num_cells` cells have no regions.
+    The cells are in the order of rows. Returns None if grids of `num_cells` cells have no regions.
     """
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)

@@ -21,8 +21,8 @@ _CHUNK_ROWS = 1 << 14
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
     """Returns the names of the arrays that store a set of puzzles, such as "inputs".
 
-    augmentation: Name of the family of transforms that makes variants when they are read, such as "sudoku".
-    None if the set stores all variants.
+    augmentation: Name of a family of transforms, such as "sudoku". The set then stores only originals, and
+    a variant is computed while the set is read. None if the set stores all variants.
     """
     if augmentation is None:
         return FIELDS

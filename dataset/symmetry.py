@@ -61,13 +61,13 @@ def find_symmetry(folder: Path, info: DatasetInfo) -> "Symmetry | None":
 class ImageSymmetry:
     """Compares puzzles up to rotations, reflections and permutations of their symbols.
 
-    A puzzle is one row of the array `tokens`: its input or, in ARC, its input and its answer, one after the
-    other. Symbol s is the token s + 2.
+    The methods get puzzles as arrays of tokens, with one puzzle in each row: its input or, in ARC, its input
+    and its answer, one after the other. Symbol s is the token s + 2.
 
     Attributes:
         family: Name of the transforms in `AUGMENTATIONS`.
-        num_images: 8 if grids may be rotated and reflected, otherwise 1.
-        num_symbols: Number of symbols that a transform of the family maps. 0 if it maps none.
+        num_images: Number of rotations and reflections to try: 8 or, if a grid may not turn, 1.
+        num_symbols: Number of symbols that a transform of the family may rename. 0 if it renames none.
         free: The symbols s that may be exchanged with each other. The other symbols must be equal.
         num_grids: Number of grids in one puzzle: 2 in ARC (input and answer), otherwise 1. All grids of a
             puzzle get the same transform.

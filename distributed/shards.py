@@ -67,7 +67,7 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 
 
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
-    """Returns a `Shard` for saving a tensor that has another value on every rank.
+    """Returns a `Shard` for saving a tensor whose values differ between ranks.
 
     Row r of the full tensor, [ranks, ...], is the tensor of rank r. Example: if every rank trains its own
     copy of the weights for some steps (local_steps > 1), every rank has its own optimizer state.

@@ -58,7 +58,7 @@ class Reasoning:
         """Creates the settings from the config of a model.
 
         Each key of `arch` that has the name of a field sets this field. Example: arch.H_cycles sets H_cycles.
-        The other fields keep their defaults.
+        Apart from `max_steps` and `halting`, the other fields have their default values.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         keys = {key: value for key, value in arch.model_dump().items() if key in names}

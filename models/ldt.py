@@ -71,14 +71,14 @@ from models.random import SlotRng
 
 
 class LDTPrediction(NamedTuple):
-    """The output of one thinking step of LDT: the answer after the move, and the logits before the move.
+    """The output of one thinking step of LDT, which makes one move on each board (models/lattice.py).
 
     Attributes:
-        logits: Logits of the answer, [batch, seq_len, vocab], from the candidates after the move.
+        logits: Logits of the answer, [batch, seq_len, vocab], computed from the candidates after the move.
         q_halt: 5 if the board is solved after the move, else -5, float32 [batch].
         q_continue: Always None.
-        keep, digit, conflict: Logits that the network computed from the candidates before the move, after
-            each loop. `models.lattice.Outputs` describes them.
+        keep, digit, conflict: Outputs of the network for the candidates before the move, after each run of
+            the blocks (loop). `models.lattice.Outputs` describes them.
     """
 
     logits: Tensor
@@ -285,8 +285,8 @@ class LDT(Network):
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
         """Runs the network on boards. Returns the logits after each loop.
 
-        If `rng` is passed, a random symmetry (`BoardSymmetry`) first transforms each board, and the logits
-        are transformed back.
+        If `rng` is passed, each board is first transformed by its own random symmetry (`BoardSymmetry`). The
+        logits of cells are transformed back.
 
         alive: Candidates, uint8 [batch, cells, values]. loops: How often the stack of blocks runs. dropout:
         Dropout probability. If it is not 0, `rng` is needed.

@@ -137,7 +137,10 @@ class SlotRng:
         return SlotRng(self.key, self.counters[slots], arrays)
 
     def normal(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns standard normal numbers: float32 [batch, *shape], in [-5.2, 5.2]."""
+        """Returns standard normal numbers: float32 [batch, *shape].
+
+        They are computed from 24 random bits each, so none is beyond 5.2.
+        """
         return math.sqrt(2) * torch.erfinv(self._symmetric(shape, use))
 
     def truncated_normal(self, shape: Sequence[int], *, use: str) -> Tensor:

@@ -21,8 +21,11 @@ class ConvSwiGLU(nn.Module):
     """A gated MLP with a convolution: down_proj(silu(conv(silu(gate) * up))).
 
     gate and up are the two halves of gate_up_proj(x). x is [batch, positions, width]. conv is a depthwise
-    convolution over the positions. With u = silu(gate) * up, its output at position p is w0 u[p - 1] + w1
-    u[p] + bias, with u[-1] = 0. w0, w1 and bias are learned vectors with a number for each feature of u.
+    convolution over the positions. With u = silu(gate) * up, the output of conv at position p is
+
+        w0 * u[p - 1] + w1 * u[p] + bias,  where u[-1] = 0
+
+    w0, w1 and bias are learned vectors with a number for each feature of u.
     """
 
     def __init__(self, width: int, *, expansion: float):

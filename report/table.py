@@ -50,11 +50,11 @@ class Group:
 def without_repeats(
     runs: Sequence[RunRecord], warn: Callable[[str], None] = lambda line: None
 ) -> list[RunRecord]:
-    """Returns the runs without repetitions: runs with the same config (also the same seed) and data.
+    """Returns one run of each group of equal runs, and all runs without a config.
 
-    Config keys that do not change the training, such as names and loggers, are not compared. Of several equal
-    runs, the newest finished one is kept. If none has finished, the newest is kept. Runs without a config are
-    always kept.
+    Two runs are equal if they have the same data and the same config, including the seed. Config keys that do
+    not change the training, such as names and loggers, are not compared. Of equal runs, returns the newest
+    finished one. If none has finished, returns the newest.
 
     warn: Function that is called with a text for each run that is left out.
     """

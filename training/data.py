@@ -88,7 +88,7 @@ class RunData:
             )
 
     def info(self) -> DatasetInfo:
-        """Returns the description of the training datasets, such as their kind of puzzle."""
+        """Returns a common description of all training datasets, with their kind of puzzle."""
         return read_info(self.dataset.folders, self.dataset.metadata)
 
     def read_train_batches(

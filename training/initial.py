@@ -38,8 +38,9 @@ def load_initial_weights_(state: TrainState, config: PretrainConfig, dataset: Da
 
     state: State of step 0.
     dataset: Training data. If its puzzles and those of the checkpoint have names, each puzzle gets its own
-        embedding from the checkpoint, and a new puzzle gets the mean of all. If None, or without names,
-        embedding i is copied to embedding i, or each becomes the mean if the numbers of embeddings differ.
+        embedding from the checkpoint, and a new puzzle gets the mean of all. If `dataset` is None or there
+        are no names, compares the numbers of embeddings. If they are equal, embedding i is copied to
+        embedding i. Otherwise, each embedding becomes the mean.
     """
     full_copies = {}
     with collective_errors():

@@ -2,84 +2,85 @@
 
 A thinking step is one forward pass of the network, from a puzzle and a latent state to an answer and a new
 latent state. A slot is one position of the global batch. The ranks divide the slots among themselves. A slot
-keeps its puzzle for several training steps, until the slot halts (models/halting.py). Then it takes a new
-puzzle. `state.carry` contains the puzzles and latent states of this rank's slots. The latent states are
-detached, so no gradient flows into an earlier training step.
+keeps its puzzle for several training steps, until the slot halts. models/halting.py has the rules of halting.
+Then the slot takes a new puzzle. `state.carry` contains the puzzles and latent states of this rank's slots.
+The latent states are detached, so no gradient flows into an earlier training step.
 
-A puzzle embedding is a learned vector of a puzzle identifier. Some models have none. All other weights are
+In some models, each puzzle identifier has a learned vector, its puzzle embedding. All other weights are
 called dense weights.
 
-`train_step` has ten parts. The comments in the code have the same numbers.
+`train_step` has ten parts. The comments in the code have the same numbers. An entry with a config key says
+what is different with this key.
 
- 1. Draw random numbers for each slot on the host, if the model needs some.
+ 1. Draw random numbers for each slot on the host, such as those of exploration (models/halting.py).
  2. Each halted slot takes its new puzzle of the batch, with an initial latent state. The batch has one new
-    puzzle for every slot. Slots that have not halted ignore theirs.
- 3. Fetch the slots' puzzle embeddings if they are on other ranks. Determine the divisors of the loss. Most
-    models divide it only by the number of slots of the global batch.
- 4. Zero the gradients. For each micro-batch, run the thinking step, decide which slots halt, compute the
-    loss, and run the backward pass.
+    puzzle for every slot. The new puzzles of all other slots are not used.
+    - arch=ldt: A slot has `boards_per_slot` puzzles, called boards. If there are several, first pick one of
+      them at random. The other boards of the slot do not change in this training step.
+ 3. Determine the numbers by which terms of the loss are divided. One of them is the number of slots of all
+    ranks. Most models have no other divisors.
+    - arch=ldt: Two other divisors are counts of cells and boards (models/ldt.py). Sum them over ranks.
+    - local_steps > 1: Each rank trains alone. The divisors are the numbers of this rank.
+    - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, or on the ranks of one tensor-parallel
+      group. Fetch the embeddings of this rank's slots.
+ 4. Zero the gradients. Divide this rank's slots into `gradient_accumulation_steps` micro-batches. For each of
+    them, run the thinking step, decide which slots halt, compute the loss, and run the backward pass.
+    - arch.no_ACT_continue=false: The network has the output q_continue. Its training target comes from the
+      next thinking step of the slot. With arch.q_target=exact, this part also runs that thinking step,
+      without gradient, for all slots. With arch.q_target=deferred, it does so only for slots that halt. For
+      all other slots, the next training step runs it anyway, and adds this loss to its own
+      (models/objective.py).
+    - sync=flat: The last backward pass sends each gradient of a dense weight as soon as it is complete.
+    - sync=ddp: torch's DistributedDataParallel does the same, and waits for the sums.
+    - pipeline_parallel_degree: Each rank has some of the blocks. The activations of a slot pass through the
+      ranks of a pipeline (distributed/pipeline.py).
+    - tensor_parallel_degree: The ranks of a group have the same slots, and each rank has a part of each
+      matrix of the blocks. Sum activations over the group (distributed/tensor.py).
+    - torchrun --nnodes MIN:MAX: Ranks may have unequal numbers of slots. A rank without slots runs one empty
+      micro-batch, because the other ranks wait for its messages.
  5. Store the puzzles and latent states in `state.carry`.
  6. Sum over ranks: the gradients, the loss, and the stop requests. The stop request of a rank is 1 if a
     signal has asked this rank to stop, and else 0.
+    - sync=auto: If all ranks are CPU processes of one Linux node, sum the gradients of the dense weights in
+      shared memory. Otherwise, and with other keys that shared memory does not support (`build_flats` in
+      optimizers/weights.py), sync=auto means sync=flat.
+    - sync=flat: Wait for the sums of the gradients that part 4 has sent. With a pipeline or tensor
+      parallelism, part 4 has sent none, so send them here.
+    - sync=ddp: Sum the rest: the loss, the stop requests and the gradients of puzzle embeddings.
+    - sync_dtype=bfloat16: The gradients of the dense weights, the loss and the stop requests are rounded to
+      bfloat16 before they are sent.
+    - pipeline_parallel_degree: Sum the gradients of a block only over the ranks that have this block.
+    - tensor_parallel_degree: Sum only over ranks of different groups. The gradients need no sum within a
+      group.
+    - puzzle_emb_sharding=rows: Send the gradient of each puzzle embedding to the ranks that have it.
+    - local_steps > 1: Sum nothing.
  7. Clip the gradients of the dense weights if `grad_clip_norm` is set. Update the dense weights with the
     optimizer. Update the puzzle embeddings that any slot of the batch uses, with sign SGD.
- 8. Pass the updated weights to the forward pass. If the blocks compute in bfloat16, this copies them to
-    bfloat16 weights.
- 9. If `ema` is set, update the moving averages of the dense weights. The average of a puzzle embedding is
-    updated only before the embedding changes again, in part 7 or 8 of a later training step
-    (optimizers/puzzle_table_average.py).
+    - data_parallel_shard_degree: Each rank has a part of the optimizer state, and updates only the weights of
+      this part. In bfloat16, only the weights of the blocks are divided, and each rank updates all others.
+    - puzzle_emb_sharding=rows: Only the ranks that have a puzzle embedding update it.
+    - pipeline_parallel_degree, tensor_parallel_degree: To get the norm of all gradients, sum over the ranks
+      that have different weights.
+    - local_steps > 1: Each rank clips and uses its own gradients.
+    - train_only=puzzle_embeddings: The dense weights have no gradients, and do not change.
+ 8. Make the next forward pass use the updated weights. If the blocks compute in bfloat16, this rounds the
+    weights of the blocks to bfloat16, except with sync=ddp.
+    - data_parallel_shard_degree: Each rank then sends the weights that it has updated to the other ranks.
+    - tensor_parallel_degree: Sum the stop requests over the ranks of a group, because part 6 does not.
+    - local_steps=n > 1: In every n-th training step, and in the last one of the run, first merge: all ranks
+      get common weights, by default the mean of their weights (`LocalSteps` in training/strategy.py). A
+      puzzle embedding becomes the mean over the ranks that have changed it. A merge also computes three
+      results over all ranks and all training steps since the previous merge: the mean loss, the mean gradient
+      norm, and the sum of the stop requests.
+ 9. If `ema` is set, update the moving averages of the dense weights. The average of a puzzle embedding is not
+    updated here, but just before the embedding changes again (optimizers/puzzle_table_average.py).
+    - local_steps > 1: Only a merge updates the averages, for all training steps since the previous merge.
 10. Add the metrics of this rank to the sums for the next log row.
 
-The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this later.
-
-The following config keys change these parts. `PretrainConfig.mistakes` in config/schema.py and `check_layout`
-in training/layout.py refuse keys that cannot be combined.
-
-How gradients are summed (distributed/sync.py, training/strategy.py)
-- sync=flat: The last backward pass in part 4 already sends the gradients of the dense weights. With pipelines
-  or tensor parallelism, part 6 sends them.
-- sync=ddp: torch's DistributedDataParallel sums the gradients of the dense weights in the last backward pass.
-  The dense weights have no bfloat16 copies.
-- sync=auto: If the ranks are CPU processes of one Linux node, part 6 sums the gradients of the dense weights
-  in shared memory. The optimizer state is then sharded by default. Otherwise, this is sync=flat. It is also
-  sync=flat with other keys for which shared memory has no code (`build_flats` in optimizers/weights.py).
-- sync_dtype=bfloat16: The gradients of the dense weights, the loss and the stop requests are sent in
-  bfloat16.
-- local_steps=n > 1: Each rank trains alone, as if its slots were the global batch. Parts 3, 4 and 6 sum
-  nothing over ranks, and each rank clips its own gradients. Every n-th training step, and the last one of the
-  run, is a merge: part 8 gives all ranks common weights, by default the mean of their weights (`LocalSteps`).
-  A puzzle embedding becomes the mean over the ranks that have changed it. Part 8 of a merge also computes the
-  mean loss and the mean gradient norm, and sums the stop requests, over ranks and over the n training steps.
-  Part 9 updates the averages only in a merge.
-
-How weights are distributed
-- data_parallel_shard_degree: Each rank has the optimizer state of some weights, and updates these weights in
-  part 7. Part 8 gathers the updated weights (distributed/flat.py).
-- pipeline_parallel_degree: Each rank has some of the blocks. In part 4, the activations of a slot pass
-  through the ranks of a pipeline (distributed/pipeline.py). Part 6 sums the gradients of a block over the
-  ranks that have it.
-- tensor_parallel_degree: The ranks of a group have the same slots, and each rank has a part of each matrix of
-  the blocks. Part 4 sums activations over the group (distributed/tensor.py). Part 6 sums over ranks of
-  different groups, so part 8 sums the stop requests over the ranks of the group.
-- puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, or on all ranks of one tensor-parallel
-  group. Part 6 sends its gradient there, and part 7 updates it there (optimizers/puzzle_table.py).
-
-What is computed
-- train_only=puzzle_embeddings: The dense weights have no gradients, and do not change.
-- arch.no_ACT_continue=false: The model also has the output q_continue. A slot halts if q_halt is greater than
-  q_continue. The training target of q_continue comes from the next thinking step of the slot. With
-  arch.q_target=exact, part 4 runs this thinking step for all slots without gradient, and discards its latent
-  state. With arch.q_target=deferred, part 4 does so only for slots that halt. For a slot that does not halt,
-  the next training step runs this thinking step anyway. The loss of that training step then contains the
-  q_continue loss of this one (models/objective.py).
-- arch=ldt: A slot has `boards_per_slot` puzzles, called boards. If there are several, part 2 first picks one
-  of them at random. This training step changes only the picked boards. Part 3 counts two more divisors of
-  the loss, and sums them over ranks (models/ldt.py).
-- gradient_accumulation_steps: Part 4 divides this rank's slots into micro-batches. It sends no gradients
-  before the last one.
-- curriculum: Data and settings of the thinking step change during the run (training/schedule.py).
-- torchrun --nnodes MIN:MAX (elastic): Ranks may have unequal numbers of slots. A rank without slots runs one
-  empty micro-batch, because the other ranks wait for its messages.
+With a curriculum, data and settings of the thinking step change during the run (training/schedule.py).
+`PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse keys that cannot
+be combined. The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this
+later.
 """
 
 from collections.abc import Callable
@@ -120,9 +121,9 @@ def train_step(
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
     Returns:
-        The loss, the gradient norm before clipping, and the sum of the stop requests. It is positive if a
-        signal has asked any rank to stop. They are equal on all ranks. With local_steps > 1, they are None in
-        all steps that are no merge.
+        The loss, the gradient norm before clipping, and the sum of the stop requests. This sum is positive if
+        a signal has asked any rank to stop. All three are equal on all ranks. With local_steps > 1, all three
+        are None if the step is no merge.
     """
     state.step += 1
     network = state.model.network
@@ -138,15 +139,14 @@ def train_step(
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
-        divisors = state.strategy.sum_divisors(local_divisors)  # also has "slots": those of all ranks
+        divisors = state.strategy.sum_divisors(local_divisors)  # with the key "slots"
     # 4. Forward and backward passes.
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
     # 5. Store puzzles and latent states. If a slot has several boards, overwrite only the picked one.
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. A log row sums these values over ranks. So the row contains the mean of the norms. They are
-    # equal on all ranks, except with local steps.
+    # 10. Metrics. A log row sums these values over ranks. Each rank adds norm / ranks. The sum is the mean.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -171,8 +171,8 @@ def forward_and_backward(
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
-    # A rank without slots has one empty micro-batch. If the micro-batches cannot have equal sizes, as on an
-    # elastic rank, there may be more of them than `gradient_accumulation_steps`.
+    # A rank without slots has one empty micro-batch. If the slots do not divide evenly, there is one more
+    # micro-batch with the rest. Example: 7 slots in 3 micro-batches are 2, 2, 2 and 1.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
@@ -189,8 +189,8 @@ def forward_and_backward(
         with strategy.micro_batch(is_last=is_last):  # only the last backward pass may send gradients
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
-            # `loss` is a sum over slots. `backward` below gets it divided by the slots of all ranks. If a
-            # term has another divisor, `losses` has multiplied it by slots / divisor.
+            # `loss` is a sum over slots. A term with another divisor than the number of slots is already
+            # multiplied by slots / divisor. So dividing by the number of slots is right for all terms.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
@@ -220,11 +220,11 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # 8. Pass the weights to the forward pass. With local_steps > 1, first make them common, if this is due.
+    # 8. Make the next forward pass use the updated weights. With local_steps > 1, this may be a merge.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `averaged_steps` contains this step. With local_steps > 1, it contains all steps
-    # since the last merge if this step is a merge, and else no step.
+    # 9. Moving average. `averaged_steps` are the steps to add to it: this step. With local_steps > 1, a merge
+    # adds all steps since the previous merge, and other steps add nothing.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 

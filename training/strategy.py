@@ -183,8 +183,8 @@ class LocalSteps(Strategy):
         weights = anchor - outer_lr * (change + outer_momentum * momentum)
 
     With outer_lr=1 and outer_momentum=0, the result is the mean of the weights (LocalSGD, arXiv 1805.09767).
-    DiLoCo (arXiv 2311.08105) uses 0.7 and 0.9. The optimizer states do not change. The last step of the run
-    also ends with common weights.
+    DiLoCo (arXiv 2311.08105) uses outer_lr=0.7 and outer_momentum=0.9. A merge does not change the optimizer
+    states. The last step of the run also ends with common weights.
     """
 
     def __init__(self, config: PretrainConfig, *arguments: Any, **options: Any):

@@ -46,7 +46,8 @@ def write_with_answers(
     first answer that `rules.find_answers` returns. Prints the numbers of inputs and examples.
 
     options: Parsed command line. If `num_test` is set, only this number of random test inputs is kept. train,
-    test: Different inputs, uint8 [n, cells]. kind: Name of the builder.
+    test: Inputs, uint8 [n, cells], each of them once. kind: Kind of puzzle, which is also the name of its
+    builder.
     """
     if options.num_test is not None and options.num_test < len(test):
         order = random_orders(random_bits(options.seed, stream=_TEST_SUBSAMPLE, index=0, count=len(test)))

@@ -89,7 +89,7 @@ class Task:
 
     @property
     def training_pairs(self) -> tuple[Pair, ...]:
-        """The different pairs to train on: the demonstrations and, unless `is_evaluated`, the test pairs."""
+        """The pairs to train on, each once: the demonstrations and, unless `is_evaluated`, the test pairs."""
         pairs = self.train if self.is_evaluated else self.pairs
         return tuple({pair.key: pair for pair in pairs}.values())
 

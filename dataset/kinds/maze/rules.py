@@ -109,7 +109,8 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 def _to_bits(cells: np.ndarray) -> np.ndarray:
     """Packs mazes, bool [cells, count], so that each byte contains the same cell of 8 mazes.
 
-    Returns uint8 [size + 2, size + 2, ceil(count / 8)], with a border of zeros around each maze.
+    Returns uint8 [size + 2, size + 2, ceil(count / 8)], where a maze has size x size cells. Each maze has a
+    border of zeros.
     """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
@@ -178,9 +179,9 @@ def draw_mazes(
 def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
     """Makes mazes without loops by depth-first search. Returns their open cells, bool [cells, count].
 
-    The search starts at the cell with the largest height. Each step opens a neighbor of the current cell that
-    touches no other open cell. Of several such neighbors, the search opens the one with the largest height.
-    If there is none, the search returns to the cell opened before.
+    The search first opens the cell with the largest height. Each further step opens a closed cell that
+    touches exactly one open cell. Of several such cells, the search opens one beside the cell that it opened
+    last. Of several beside this cell, it opens the one with the largest height.
 
     heights: Random number of each cell, uint16 [cells, count].
     """

@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that all builders of pairs share, such as --test-fraction and --symmetries."""
     fraction = (
-        f"fraction of each task's pairs to hold out for testing, at least one pair, selected by the seed "
+        f"fraction of each task's inputs to hold out for testing, at least one, selected by the seed "
         f"(default {_TEST_FRACTION}); only if the source is not divided into splits"
     )
     share = matching(
@@ -193,8 +193,9 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
     If the pairs have no split, random inputs of each task are selected. All pairs with these inputs become
     test pairs. Raises ValueError if a split would be empty.
 
-    fraction: Fraction of each task's inputs to select, at least one input. If None, 0.1. A task with only one
-    input has no test pair.
+    fraction: Fraction of each task's inputs to select. If None, 0.1. Must be None if the pairs have a split.
+    If a task has several inputs, at least one is selected, and at least one is not. If a task has only one
+    input, none is selected.
     """
     if any(pair.split for pair in pairs):
         if fraction is not None:
