@@ -80,13 +80,14 @@ def train(program: Program[PretrainConfig]) -> int:
     # the checkpoint at this path. If there is no checkpoint, load the weights of the model that the key
     # `init_from` names, if it is set.
     checkpoints = open_checkpoints(config, data)
-    with program.watchdog.paused():  # The watchdog ends a run that hangs, but loading may take long.
-        # `resume` returns whether metrics.jsonl, the log of the run, has a row for the loaded step. A row may
-        # be missing, for example because a launch stopped after it saved the checkpoint and before it logged
-        # the row. At step 0, the result is True.
+    with program.watchdog.paused():  # The watchdog ends several ranks that hang. Loading may take long.
+        # A checkpoint is saved before the row of its step is logged in metrics.jsonl. So an earlier launch
+        # may have stopped between the two. `resume` then returns False, and `run_steps` logs the row. At step
+        # 0, there is no row to log, so it returns True.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles that the checkpoint was trained on. `open_data` has already found those that this run
-    # trains on. If there are any, log a warning, or end the run with an error (config key `leaks`).
+    # Find test puzzles that this run trains on, or that a model was trained on from which the run started. If
+    # there are any, log a warning, or end the run with an error (config key `leaks`). `open_data` has already
+    # compared the training data of this run, before anything was loaded.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
@@ -113,7 +114,7 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    return end_torchrun()
+    return end_torchrun()  # the exit status. torchrun must not start the run again
 
 
 def run_steps(
@@ -135,11 +136,11 @@ def run_steps(
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over this rank's batches, with up to `num_answers` right answers of each puzzle.
-    # - checkpoints: Saves checkpoints in the background. After an error in the `with` block, waits until the
-    #   checkpoint that is being saved is complete.
+    # - checkpoints: Saves checkpoints in the background. If the `with` block ends with an error, waits at
+    #   most 60 s for the checkpoint that is being saved.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
-    #   one. `is_agreed()` returns on all ranks whether any rank has received one, so that they stop together.
+    #   one. `is_agreed()` returns whether all ranks know that one of them has, so that they stop together.
     #   A rank ends itself if it does not stop in time (distributed/signals.py).
     with (
         data.read_train_batches(
@@ -160,8 +161,8 @@ def run_steps(
                 results = evaluate(config, state, data, only_first_batches=True)
                 checkpoints.best.check(results)
 
-        # Each pass of the loop first does what is due after the current step: checkpoint, log row,
-        # evaluation. Then it runs the next training step.
+        # Each pass of the loop first does what is due after the current step: save a checkpoint, evaluate,
+        # log a row. Then it runs the next training step.
         ends_early = False
         while True:
             # The checkpoint is saved first, so that it exists if the evaluation fails.
@@ -207,8 +208,9 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. If any rank has
-            # received a signal, the sum `stop_requests` is positive on all ranks. `is_agreed()` then becomes
-            # True on all ranks, on CUDA with the next sum. With local_steps > 1, most steps have no sum.
+            # received a signal, the sum `stop_requests` is positive on all ranks, and `is_agreed()` becomes
+            # True on all ranks. On CUDA, the sum is read one sum later. With local_steps > 1, most steps have
+            # no sum.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 

@@ -1,10 +1,11 @@
 """One training step: every slot does one thinking step on its puzzle, then the weights are updated.
 
 A thinking step is one forward pass of the network, from a puzzle and a latent state to an answer and a new
-latent state. A slot is one position of the global batch. The ranks divide the slots among themselves. A slot
-keeps its puzzle for several training steps, until the slot halts. models/halting.py has the rules of halting.
-Then the slot takes a new puzzle. `state.carry` contains the puzzles and latent states of this rank's slots.
-The latent states are detached, so no gradient flows into an earlier training step.
+latent state (in LDT, the state is a board). A slot is one position of the global batch. The ranks divide the
+slots among themselves. A slot keeps its puzzle for several training steps, until the slot halts.
+models/halting.py has the rules of halting. Then the slot takes a new puzzle. `state.carry` contains the
+puzzles and latent states of this rank's slots. The latent states are detached, so no gradient flows into an
+earlier training step.
 
 In some models, each puzzle identifier has a learned vector, its puzzle embedding. All other weights are
 called dense weights.
@@ -13,54 +14,56 @@ called dense weights.
 what is different with this key.
 
  1. Draw random numbers for each slot on the host, such as those of exploration (models/halting.py).
- 2. Each halted slot takes its new puzzle of the batch, with an initial latent state. The batch has one new
-    puzzle for every slot. The new puzzles of all other slots are not used.
-    - arch=ldt: A slot has `boards_per_slot` puzzles, called boards. If there are several, first pick one of
-      them at random. The other boards of the slot do not change in this training step.
- 3. Determine the numbers by which terms of the loss are divided. One of them is the number of slots of all
-    ranks. Most models have no other divisors.
-    - arch=ldt: Two other divisors are counts of cells and boards (models/ldt.py). Sum them over ranks.
-    - local_steps > 1: Each rank trains alone. The divisors are the numbers of this rank.
+ 2. The batch has one new puzzle for every slot. Each halted slot takes its new puzzle, with an initial latent
+    state. The new puzzles of all other slots are not used.
+    - arch=ldt with boards_per_slot > 1: A slot has several puzzles, called boards. First pick a board of
+      every slot at random. The rest of the training step reads and changes only the picked boards.
+ 3. Determine the divisors of the loss. Most models divide the loss only by the number of slots of all ranks.
+    - arch=ldt: Two terms of the loss have other divisors, a number of cells and a number of boards
+      (models/ldt.py). Sum these numbers over ranks.
+    - local_steps > 1: Each rank trains alone. It divides by its own numbers of slots, cells and boards.
     - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, or on the ranks of one tensor-parallel
-      group. Fetch the embeddings of this rank's slots.
+      group. Before the divisors, fetch the embeddings of this rank's slots.
  4. Zero the gradients. Divide this rank's slots into `gradient_accumulation_steps` micro-batches. For each of
     them, run the thinking step, decide which slots halt, compute the loss, and run the backward pass.
-    - arch.no_ACT_continue=false: The network has the output q_continue. Its training target comes from the
-      next thinking step of the slot. With arch.q_target=exact, this part also runs that thinking step,
-      without gradient, for all slots. With arch.q_target=deferred, it does so only for slots that halt. For
-      all other slots, the next training step runs it anyway, and adds this loss to its own
-      (models/objective.py).
-    - sync=flat: The last backward pass sends each gradient of a dense weight as soon as it is complete.
+    - arch.no_ACT_continue=false: The network is also trained to predict q_continue. The target comes from the
+      next thinking step of the slot. arch.q_target=exact: Run that thinking step now, without gradient, for
+      all slots. arch.q_target=deferred: Run it now only for slots that halt. Any other slot runs it in the
+      next training step, which then adds the loss of this q_continue to its own loss (models/objective.py).
+    - sync=flat: The last backward pass sends the gradients of the dense weights in groups (buckets), while it
+      computes the next ones.
     - sync=ddp: torch's DistributedDataParallel does the same, and waits for the sums.
     - pipeline_parallel_degree: Each rank has some of the blocks. The activations of a slot pass through the
       ranks of a pipeline (distributed/pipeline.py).
     - tensor_parallel_degree: The ranks of a group have the same slots, and each rank has a part of each
       matrix of the blocks. Sum activations over the group (distributed/tensor.py).
-    - torchrun --nnodes MIN:MAX: Ranks may have unequal numbers of slots. A rank without slots runs one empty
-      micro-batch, because the other ranks wait for its messages.
+    - torchrun --nnodes MIN:MAX: Ranks may have unequal numbers of slots and micro-batches. A rank without
+      slots runs one empty micro-batch, because the other ranks wait for its messages.
  5. Store the puzzles and latent states in `state.carry`.
  6. Sum over ranks: the gradients, the loss, and the stop requests. The stop request of a rank is 1 if a
     signal has asked this rank to stop, and else 0.
-    - sync=auto: If all ranks are CPU processes of one Linux node, sum the gradients of the dense weights in
-      shared memory. Otherwise, and with other keys that shared memory does not support (`build_flats` in
-      optimizers/weights.py), sync=auto means sync=flat.
+    - sync=auto: If all ranks are CPU processes of one Linux node and can share memory, sum the gradients of
+      the dense weights in shared memory. Otherwise, sync=auto means sync=flat, also with keys that shared
+      memory does not support (`build_flats` in optimizers/weights.py).
     - sync=flat: Wait for the sums of the gradients that part 4 has sent. With a pipeline or tensor
       parallelism, part 4 has sent none, so send them here.
     - sync=ddp: Sum the rest: the loss, the stop requests and the gradients of puzzle embeddings.
     - sync_dtype=bfloat16: The gradients of the dense weights, the loss and the stop requests are rounded to
       bfloat16 before they are sent.
     - pipeline_parallel_degree: Sum the gradients of a block only over the ranks that have this block.
-    - tensor_parallel_degree: Sum only over ranks of different groups. The gradients need no sum within a
-      group.
+    - tensor_parallel_degree: Sum over the ranks that have the same part of the matrices, one of each group.
+      The gradients need no sum within a group.
     - puzzle_emb_sharding=rows: Send the gradient of each puzzle embedding to the ranks that have it.
     - local_steps > 1: Sum nothing.
  7. Clip the gradients of the dense weights if `grad_clip_norm` is set. Update the dense weights with the
     optimizer. Update the puzzle embeddings that any slot of the batch uses, with sign SGD.
-    - data_parallel_shard_degree: Each rank has a part of the optimizer state, and updates only the weights of
-      this part. In bfloat16, only the weights of the blocks are divided, and each rank updates all others.
+    - data_parallel_shard_degree: The weights are divided among ranks. Each rank has the optimizer state of
+      its part, and updates only this part. If the blocks compute in bfloat16 (except with sync=ddp), and with
+      a pipeline or tensor parallelism, only the weights of the blocks are divided. Each rank then updates
+      all other weights. In shared memory, the weights are divided by default.
     - puzzle_emb_sharding=rows: Only the ranks that have a puzzle embedding update it.
-    - pipeline_parallel_degree, tensor_parallel_degree: To get the norm of all gradients, sum over the ranks
-      that have different weights.
+    - pipeline_parallel_degree, tensor_parallel_degree: To get the norm of all gradients, sum squared norms
+      over the ranks that have different weights.
     - local_steps > 1: Each rank clips and uses its own gradients.
     - train_only=puzzle_embeddings: The dense weights have no gradients, and do not change.
  8. Make the next forward pass use the updated weights. If the blocks compute in bfloat16, this rounds the
@@ -74,10 +77,11 @@ what is different with this key.
       norm, and the sum of the stop requests.
  9. If `ema` is set, update the moving averages of the dense weights. The average of a puzzle embedding is not
     updated here, but just before the embedding changes again (optimizers/puzzle_table_average.py).
-    - local_steps > 1: Only a merge updates the averages, for all training steps since the previous merge.
+    - local_steps > 1: Only a merge updates these averages, for all training steps since the previous merge.
 10. Add the metrics of this rank to the sums for the next log row.
 
-With a curriculum, data and settings of the thinking step change during the run (training/schedule.py).
+With a curriculum, the data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
+change during the run.
 `PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse keys that cannot
 be combined. The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this
 later.
@@ -123,7 +127,7 @@ def train_step(
     Returns:
         The loss, the gradient norm before clipping, and the sum of the stop requests. This sum is positive if
         a signal has asked any rank to stop. All three are equal on all ranks. With local_steps > 1, all three
-        are None if the step is no merge.
+        are None if the step is no merge. The field `averaged_steps` is described at part 9 in `update`.
     """
     state.step += 1
     network = state.model.network
@@ -139,7 +143,7 @@ def train_step(
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
-        divisors = state.strategy.sum_divisors(local_divisors)  # with the key "slots"
+        divisors = state.strategy.sum_divisors(local_divisors)  # adds the key "slots"
     # 4. Forward and backward passes.
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
     # 5. Store puzzles and latent states. If a slot has several boards, overwrite only the picked one.
@@ -171,8 +175,8 @@ def forward_and_backward(
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
-    # A rank without slots has one empty micro-batch. If the slots do not divide evenly, there is one more
-    # micro-batch with the rest. Example: 7 slots in 3 micro-batches are 2, 2, 2 and 1.
+    # A rank without slots has one empty micro-batch. If the slots of an elastic rank do not divide evenly,
+    # the number of micro-batches differs from the config. Example: 7 slots in 3 parts become 2, 2, 2 and 1.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
