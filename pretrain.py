@@ -114,7 +114,7 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    return end_torchrun()  # the exit status. torchrun must not start the run again
+    return end_torchrun()  # the exit status of this process
 
 
 def run_steps(
