@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks.harness import REPOSITORY, Load, fail, program, program_environment
-from checkpointing.files import CONFIG_FILE
+from checkpointing.files import CONFIG_FILE, newest_checkpoint
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from distributed.child import start_child, why_it_failed
 from distributed.number_format import NumberFormat
 from evaluation.metric_tables import metrics_by_set
-from evaluation.results import EVALUATION_FILE, SCALING_FILE
+from evaluation.results import EVALUATION_FILE, MEASURED_FILE, SCALING_FILE
 from records.machine import describe_machine, find_format, training_device, write_format
 from records.rungs import Rung
 from report.run import Row, read_run
@@ -193,7 +193,7 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, template: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        if not (folder / EVALUATION_FILE).exists():
+        if not self._has_evaluated(seed, folder):
             data = {name: self.folder / name for name in ("data", "more_data")}
             overrides = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
             overrides += [f"forward_dtype={self.forward_dtype}"]
@@ -203,6 +203,15 @@ class Rerun:
             command = program("evaluate.py", *overrides, processes=self.rung.processes)
             _run(command, clock, log=folder.with_suffix(".txt"))
         return list(read_json(folder / EVALUATION_FILE).values())
+
+    def _has_evaluated(self, seed: int, folder: Path) -> bool:
+        if not (folder / EVALUATION_FILE).exists():
+            return False
+        if not (folder / MEASURED_FILE).exists():  # an earlier version wrote the results
+            return True
+        # Example: a first launch had max_steps=100, and a later one trained on.
+        evaluated, newest = read_json(folder / MEASURED_FILE), newest_checkpoint(self.run_folder(seed))
+        return newest is None or Path(evaluated["checkpoint"]).name == newest.name
 
     @property
     def _data_clock(self) -> Path:

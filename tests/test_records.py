@@ -22,6 +22,7 @@ from records import __main__ as records
 from records import page, record, seeds
 from records.rungs import RUNGS, Rung
 from runtime.reading import read_yaml
+from runtime.writing import write_json
 from tests.ranks import start_program
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
@@ -228,6 +229,28 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
         clock.tick()
         log.write_text('{"step": 1}\n{"step": 22, "loss": 0.123456789012}\n{"step": 3}\n')
     assert seeds.Clock(tmp_path / "clock.json").times.keys() == {1, 2, 10, 20, 22, 3}
+
+
+def test_a_model_that_trained_on_is_evaluated_again(tmp_path, monkeypatch):
+    rerun = seeds.Rerun(RUNG, tmp_path / "runs", source=None, dtype="float32")
+    run, folder, commands = rerun.run_folder(0), tmp_path / "runs/seed_0/judged", []
+
+    def evaluate(command: list[str], clock: seeds.Clock, *, log: Path) -> None:
+        commands.append(command)
+        write_json(folder / "measured.json", {"checkpoint": str(run / f"step_{step}")})
+        write_json(folder / "metrics.json", {"all": {"exact_accuracy": 0.5}})
+
+    monkeypatch.setattr(seeds, "_run", evaluate)
+    for path in (folder, run / "step_8", run / "step_16"):
+        path.mkdir(parents=True)
+    for step, num_evaluations in ((8, 1), (8, 1), (16, 2)):
+        write_json(run / f"step_{step}/manifest.json", {})
+        found = rerun._evaluate(0, "data_path={more_data} samples=2", folder, seeds.Clock(tmp_path / "clock"))
+        assert found == [{"exact_accuracy": 0.5}]
+        assert len(commands) == num_evaluations
+    (folder / "measured.json").unlink()  # earlier versions did not write it
+    rerun._evaluate(0, "", folder, seeds.Clock(tmp_path / "clock"))
+    assert len(commands) == 2
 
 
 @pytest.mark.slow
