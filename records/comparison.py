@@ -180,10 +180,10 @@ def build_rerun(
     config = compose_overrides(PretrainConfig, [*overrides, "train_steps=1"])
     opened = open_data(config)
     of_step = opened.schedule.petaflops(1, count_steps(config, opened.dataset.metadata))
-    overrides = (*overrides, f"train_steps={round(training['petaflops'] / of_step)}", "seed={seed}")
+    overrides = (*overrides, f"train_steps={round(training['petaflops'] / of_step)}")
     options = {"test_time": model["longer"], "processes": plan["processes"]}
-    rung = dataclasses.replace(rung, trainings=(" ".join(overrides),), **options)
-    return Rerun(rung, data.folder / name, source=None)
+    rung = dataclasses.replace(rung, trainings=("seed={seed}",), **options)
+    return Rerun(rung, data.folder / name, source=None, overrides=overrides)
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:

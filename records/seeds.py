@@ -197,7 +197,7 @@ class Rerun:
             data = {name: self.folder / name for name in ("data", "more_data")}
             overrides = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
             overrides += [f"forward_dtype={self.forward_dtype}"]
-            overrides += template.format(**data).split()
+            overrides += [word.format(**data) for word in template.split()]
             evaluator, slash, _ = self.rung.metric.rpartition("/")
             overrides += [f"evaluators=[{evaluator}]"] if slash else []
             command = program("evaluate.py", *overrides, processes=self.rung.processes)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -105,3 +106,19 @@ def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
         assert "instruction set: avx2" in (folder / "README.md").read_text()
         used.clear()
     assert json.loads((tmp_path / "new/format.json").read_text()) == {"forward_dtype": "float32"}
+
+
+def test_a_comparison_in_a_folder_with_a_space(tmp_path, monkeypatch):
+    folder, data = tmp_path / "my runs", mock.Mock()
+    data.schedule.petaflops.return_value = 1e-6
+    monkeypatch.setattr(comparison, "open_data", lambda config: data)
+    monkeypatch.setattr(comparison, "count_steps", lambda *_: None)
+    monkeypatch.setattr(seeds.Rerun, "build_data", lambda self: 0.0)
+    plan = {"processes": 1, "common": [], "groups": {}}
+    plan["models"] = {"TRM": {"groups": [], "words": ["arch=trm"], "longer": ""}}
+    training = {"rung": "demo", "petaflops": 1e-5}
+    rerun = comparison.build_rerun(plan, "TRM", training, folder, "lr=0.5", forward_dtype="float32")
+    ((run, recipe),) = rerun._trainings(3)
+    config = compose_overrides(PretrainConfig, recipe)
+    assert (config.data_path, config.checkpoint_path) == ([str(folder / "demo/data")], str(run))
+    assert (config.lr, config.seed, config.train_steps) == (0.5, 3, 10)

@@ -232,8 +232,9 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
 
 
 def test_a_model_that_trained_on_is_evaluated_again(tmp_path, monkeypatch):
-    rerun = seeds.Rerun(RUNG, tmp_path / "runs", source=None, dtype="float32")
-    run, folder, commands = rerun.run_folder(0), tmp_path / "runs/seed_0/judged", []
+    """Also in a folder with a space in its name."""
+    rerun = seeds.Rerun(RUNG, tmp_path / "my runs", source=None, dtype="float32")
+    run, folder, commands = rerun.run_folder(0), tmp_path / "my runs/seed_0/judged", []
 
     def evaluate(command: list[str], clock: seeds.Clock, *, log: Path) -> None:
         commands.append(command)
@@ -248,6 +249,7 @@ def test_a_model_that_trained_on_is_evaluated_again(tmp_path, monkeypatch):
         found = rerun._evaluate(0, "data_path={more_data} samples=2", folder, seeds.Clock(tmp_path / "clock"))
         assert found == [{"exact_accuracy": 0.5}]
         assert len(commands) == num_evaluations
+    assert f"data_path={tmp_path}/my runs/more_data" in commands[0]
     (folder / "measured.json").unlink()  # earlier versions did not write it
     rerun._evaluate(0, "", folder, seeds.Clock(tmp_path / "clock"))
     assert len(commands) == 2
