@@ -146,6 +146,7 @@ def tune(
     tuning = plan["tuning"]
     overrides = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
     rerun = build_rerun(plan, model_name, tuning, folder, *overrides, forward_dtype=forward_dtype)
+    rerun.check([tuning["seed"]])
     trained = rerun.train(tuning["seed"], data_seconds=0)
     rows = rerun.rows(tuning["seed"], data_seconds=0)
     names = ("exact_accuracy", "accuracy")
@@ -193,6 +194,7 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     values. The first value is measured with the usual number of model calls per puzzle, the second one with
     more calls.
     """
+    rerun.check([seed])
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     trained = read_run(rerun.run_folder(seed))
     steps, gigaflops = final_evaluation(trained.rows, "steps"), trained.starts[-1]["gigaflops_per_step"]

@@ -15,7 +15,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Rerun:
         versions = {"cores": num_cores(), "torch": torch.__version__}
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 
-    def check(self, seeds: range) -> None:
+    def check(self, seeds: Iterable[int]) -> None:
         """Checks the settings of all trainings before anything runs.
 
         Raises ValueError if the config of a training is invalid. Exits the program if the folder contains a

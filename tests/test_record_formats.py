@@ -122,3 +122,22 @@ def test_a_comparison_in_a_folder_with_a_space(tmp_path, monkeypatch):
     config = compose_overrides(PretrainConfig, recipe)
     assert (config.data_path, config.checkpoint_path) == ([str(folder / "demo/data")], str(run))
     assert (config.lr, config.seed, config.train_steps) == (0.5, 3, 10)
+
+
+def test_a_comparison_refuses_a_finished_run_with_other_settings(tmp_path, monkeypatch, capsys):
+    rerun = seeds.Rerun(RUNGS["demo"], tmp_path, source=None, overrides=("lr=0.5",), dtype="float32")
+    ((run, recipe),) = rerun._trainings(0)
+    run.mkdir(parents=True)
+    config = compose_overrides(PretrainConfig, [*recipe, "weight_decay=0.2"]).model_dump()
+    (run / "config.yaml").write_text(to_yaml(config))
+    row = {"step": 1, "train/petaflops": 1.0}
+    row |= {f"{split}/all/{name}accuracy": 0.5 for split in ("eval", "validation") for name in ("", "exact_")}
+    for name, content in (("status", {"status": "finished", "step": 1}), ("metrics.jsonl", row)):
+        (run / name).write_text(json.dumps(content) + "\n")
+    monkeypatch.setattr(comparison, "build_rerun", lambda *_, **__: rerun)
+    plan = {"tuning": {"validation_fraction": 0.1, "seed": 0}}
+    with pytest.raises(SystemExit):
+        comparison.tune(plan, "TRM", 0.5, tmp_path, forward_dtype="float32")
+    with pytest.raises(SystemExit):
+        comparison.train(rerun, 0)
+    assert capsys.readouterr().err.count("another recipe (weight_decay: 0.2 -> 1.0). Choose another") == 2
