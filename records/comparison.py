@@ -103,7 +103,7 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
         PretrainConfig, [*_overrides(plan, next(iter(plan["models"]))), "data_path=data"]
     )
     device = training_device(config, processes=plan["processes"])
-    stored = before.get("forward_dtype", _FORMER_FORMAT) if results else None
+    stored = before.get("forward_dtype", _FORMER_FORMAT) if results or tuned else None
     chosen = find_format(folder, config, device, requested=dtype, stored=stored)
     content = {**describe_machine(device), "forward_dtype": chosen, "commit": commit()}
     content |= {"tuning": tuned, "results": results}

@@ -88,7 +88,10 @@ def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "train", train)
     monkeypatch.setattr(comparison, "tune", _tune)
     earlier = {"cpu": "AN EPYC", "commit": "COMMIT", "results": [first]}
-    for name, before, expected in (("old", earlier, "bfloat16"), ("new", None, "float32")):
+    trial = _tune(plan, "TRM", 0.003, tmp_path, forward_dtype="bfloat16")
+    tuned = {"forward_dtype": "bfloat16", "results": [], "tuning": {"TRM": [trial]}}
+    folders = (("old", earlier, "bfloat16"), ("tuned", tuned, "bfloat16"), ("new", None, "float32"))
+    for name, before, expected in folders:
         folder, path = tmp_path / name, tmp_path / name / "comparison.json"
         folder.mkdir()
         if before:
