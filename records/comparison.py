@@ -105,8 +105,9 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
     device = training_device(config, processes=plan["processes"])
     stored = before.get("forward_dtype", _FORMER_FORMAT) if results or tuned else None
     chosen = find_format(folder, config, device, requested=dtype, stored=stored)
-    content = {**describe_machine(device), "forward_dtype": chosen, "commit": commit()}
-    content |= {"tuning": tuned, "results": results}
+    today = {**describe_machine(device), "commit": commit()}
+    of_last = {key: before.get(key, "unknown") for key in today} if results or tuned else today
+    content = of_last | {"forward_dtype": chosen, "tuning": tuned, "results": results}
     if not results:
         write_format(folder, chosen)
     rates = {}
@@ -115,6 +116,7 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
         for lr in model["rates"]:
             if lr not in (row["lr"] for row in rows):
                 rows.append(tune(plan, model_name, lr, folder, forward_dtype=chosen))
+                content |= today
                 print(f"{model_name}: {rows[-1]}", flush=True)
         rates[model_name] = max(rows, key=lambda row: (row["exact_accuracy"], row["accuracy"]))["lr"]
         results[:] = [row for row in results if row["model"] != model_name or row["lr"] == rates[model_name]]
@@ -129,6 +131,7 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
                 lr = f"lr={rates[model_name]}"
                 rerun = build_rerun(plan, model_name, training, folder, lr, forward_dtype=chosen)
                 results.append(train(rerun, seed) | key | {"lr": rates[model_name]})
+                content |= today
                 write_results(plan, content, folder)
                 print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
 

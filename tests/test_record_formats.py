@@ -108,6 +108,10 @@ def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
         assert f"Number format: {expected}. The last training" in (folder / "README.md").read_text()
         assert "instruction set: avx2" in (folder / "README.md").read_text()
         used.clear()
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(machine, "instruction_set", lambda device: "neon")
+            comparison.compare(plan, folder)  # nothing is trained
+        assert json.loads(path.read_text()) == after
     assert json.loads((tmp_path / "new/format.json").read_text()) == {"forward_dtype": "float32"}
 
 
