@@ -8,8 +8,9 @@ data and runs, so the same command continues after an interruption. After each t
 comparison.json, README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on
 another machine, copy only this file, for example from records/comparison/. If records/comparison.yaml has a
 new learning rate, the program tries it too. If the new one is better, the program deletes the results of the
-model with the old one. All trainings and evaluations have the same number format (bfloat16 or float32): that
-of comparison.json, else that of --dtype, else the fast one on the machine of the first training.
+model with the old one. If another setting of a model has changed, the program refuses the folder. All
+trainings and evaluations have the same number format (bfloat16 or float32): that of comparison.json, else
+that of --dtype, else the fast one on the machine of the first training.
 """
 
 import runtime.environment  # noqa: F401
@@ -23,7 +24,7 @@ from typing import Any
 
 from benchmarks.harness import commit, run_main
 from config.compose import compose_overrides
-from config.schema import PretrainConfig
+from config.schema import PretrainConfig, keys_that_may_change
 from distributed.number_format import NumberFormat
 from evaluation.intervals import mean_and_deviation, mean_interval
 from records.machine import FORMATS, describe_machine, find_format, training_device, write_format
@@ -91,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = None) -> None:
     """Runs the trainings of a comparison of models, and skips completed ones.
 
-    Writes the results after each training. Raises ValueError if the folder contains results in another dtype.
+    Writes the results after each training. Raises ValueError if the folder contains results in another dtype,
+    or with other settings.
 
     plan: Content of records/comparison.yaml: models and trainings.
     dtype: Dtype of the trainings, such as "bfloat16". If None, the dtype of earlier trainings in the folder.
@@ -99,6 +101,16 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
     """
     before = read_json(folder / _JSON) if (folder / _JSON).exists() else {"results": []}
     results, tuned = before["results"], before.setdefault("tuning", {})
+    settings = before.get("settings", {})  # earlier versions did not store them
+    for model_name in plan["models"]:
+        now = _settings(plan, model_name)
+        is_used = tuned.get(model_name) or any(row["model"] == model_name for row in results)
+        if is_used and (changes := _describe_changes(settings.get(model_name, now), now)):
+            raise ValueError(
+                f"{folder} contains results of {model_name} with other settings ({changes}). Choose another "
+                "--folder."
+            )
+        settings[model_name] = now
     config = compose_overrides(
         PretrainConfig, [*_overrides(plan, next(iter(plan["models"]))), "data_path=data"]
     )
@@ -107,7 +119,7 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
     chosen = find_format(folder, config, device, requested=dtype, stored=stored)
     today = {**describe_machine(device), "commit": commit()}
     of_last = {key: before.get(key, "unknown") for key in today} if results or tuned else today
-    content = of_last | {"forward_dtype": chosen, "tuning": tuned, "results": results}
+    content = of_last | {"forward_dtype": chosen, "settings": settings, "tuning": tuned, "results": results}
     if not results:
         write_format(folder, chosen)
     rates = {}
@@ -246,6 +258,20 @@ def _overrides(plan: dict[str, Any], model_name: str) -> list[str]:
     model = plan["models"][model_name]
     shared = [override for group in model["groups"] for override in plan["groups"][group]]
     return [*plan["common"], *shared, *model["words"]]
+
+
+def _settings(plan: dict[str, Any], model_name: str) -> dict[str, Any]:
+    # The settings that change the results of a model, except learning rates and trainings.
+    words = dict(word.partition("=")[::2] for word in _overrides(plan, model_name))
+    may_change = keys_that_may_change(PretrainConfig)
+    settings = {key: value for key, value in words.items() if key.partition(".")[0] not in may_change}
+    settings |= {f"tuning.{key}": value for key, value in plan["tuning"].items()}
+    return settings | {"longer": plan["models"][model_name]["longer"]}
+
+
+def _describe_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return ", ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys)
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:

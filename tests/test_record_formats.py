@@ -69,6 +69,25 @@ def test_a_better_learning_rate_replaces_the_results_of_the_old_one(tmp_path, mo
     assert [(row["model"], row["lr"]) for row in after["results"]] == [("TRM", 0.003), ("HRM", 0.0003)]
 
 
+def test_a_comparison_refuses_results_with_other_settings(tmp_path, monkeypatch):
+    plan = read_yaml(REPOSITORY / "records/comparison.yaml")
+    plan["models"] = {name: plan["models"][name] for name in ("TRM", "HRM")}
+    plan["trainings"] = []
+    monkeypatch.setattr(comparison, "tune", _tune)
+    comparison.compare(plan | {"models": {"TRM": plan["models"]["TRM"]}}, tmp_path)
+    plan["common"].remove("compile=true")  # it does not change results
+    plan["models"]["HRM"]["words"].append("arch.H_cycles=2")  # it has no results yet
+    comparison.compare(plan, tmp_path)
+    for change in (
+        {"common": [*plan["common"], "weight_decay=0.2"]},
+        {"tuning": plan["tuning"] | {"seed": 1}},
+    ):
+        with pytest.raises(
+            ValueError, match=r"results of TRM with other settings \((weight_decay|tuning.seed): .* -> "
+        ):
+            comparison.compare(plan | change, tmp_path)
+
+
 def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
     """One of an earlier version names none. This machine has no bfloat16 instructions."""
     monkeypatch.setattr(number_format, "instruction_set", lambda device: "avx2")
