@@ -49,11 +49,10 @@ _HEAD = """# Models at equal training operations
 
 All models are trained with the same number of operations (PF: 1e15) on puzzles of a rung of the records, and
 evaluated on 1000 other puzzles. Accuracy: fraction of puzzles with every cell right, as mean +- standard
-deviation over seeds, with the 95 % interval of the mean. lr: the best value of those under
-[learning rates](#learning-rates). Thinking longer: four times as many steps. LDT searches: instead of one
-chain of at most 30 moves, four chains of at most 40 moves, with guesses at a cell with the fewest candidates.
-In the picture, this is the right end of a line. Processor-hours: training and evaluation, with other programs
-running.
+deviation over seeds, with the 95 % interval of the mean. lr: learning rate. Thinking longer: four times as
+many steps. LDT searches: instead of one chain of at most 30 moves, four chains of at most 40 moves, with
+guesses at a cell with the fewest candidates. In the picture, this is the right end of a line.
+Processor-hours: training and evaluation, with other programs running.
 Number format: {forward_dtype}. The last training ran on: {cpu}, instruction set: {instruction_set}.
 
     python -m records.comparison --folder checkpoints/comparison
@@ -62,7 +61,7 @@ _LEARNING_RATES = """
 ## Learning rates
 
 Tried with {petaflops:g} PF and seed {seed} on `{rung}`. The accuracies are of held-out training puzzles
-(`validation_fraction={validation_fraction:g}`).
+(`validation_fraction={validation_fraction:g}`). The tables above are of the best learning rate of each model.
 
 """
 _COLUMNS = {  # {column of the page: function of the results of all seeds of a model}
@@ -247,8 +246,9 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
         for name, rows in content["tuning"].items()
         for row in sorted(rows, key=lambda row: row["lr"])
     ]
-    text += _LEARNING_RATES.format(**plan["tuning"])
-    text += _table(["model", "lr", "exact accuracy", "accuracy of cells"], tried)
+    if tried:  # earlier versions did not store them
+        text += _LEARNING_RATES.format(**plan["tuning"])
+        text += _table(["model", "lr", "exact accuracy", "accuracy of cells"], tried)
     if panels:
         write_text(folder / _PICTURE, chart_file(panels, title=_TITLE))
     write_text(folder / _PAGE, text)

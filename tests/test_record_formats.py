@@ -88,6 +88,13 @@ def test_a_comparison_refuses_results_with_other_settings(tmp_path, monkeypatch)
             comparison.compare(plan | change, tmp_path)
 
 
+def test_the_committed_comparison_shows_its_results(tmp_path):
+    plan, folder = read_yaml(REPOSITORY / "records/comparison.yaml"), REPOSITORY / "records/comparison"
+    content = json.loads((folder / "comparison.json").read_text())
+    comparison.write_results(plan, {"tuning": {}} | content, tmp_path)
+    assert (folder / "README.md").read_text() == (tmp_path / "README.md").read_text()
+
+
 def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
     """One of an earlier version names none. This machine has no bfloat16 instructions."""
     monkeypatch.setattr(number_format, "instruction_set", lambda device: "avx2")
