@@ -84,14 +84,19 @@ class Rerun:
         """Checks the settings of all trainings before anything runs.
 
         Raises ValueError if the config of a training is invalid. Exits the program if the folder contains a
-        run with other settings.
+        run with other settings, or one that started before the training before it had all its steps.
         """
         for seed in seeds:
+            before = None
             for run, recipe in self._trainings(seed):
                 now, config = compose_overrides(PretrainConfig, recipe), run / CONFIG_FILE
                 changes = describe_changes(read_yaml(config), now) if config.exists() else ""
                 if changes:
                     fail(f"{self.folder} has a run of another recipe ({changes}). Choose another --folder.")
+                # Example: a first launch had max_steps=100.
+                if before and config.exists() and not has_ended(before, max_steps=now.max_steps):
+                    fail(f"{run} started before {before} had all its steps. Choose another --folder.")
+                before = run
 
     def build_data(self) -> float:
         """Builds the datasets, unless the folder has them. Returns the seconds that building took.

@@ -255,6 +255,21 @@ def test_a_model_that_trained_on_is_evaluated_again(tmp_path, monkeypatch):
     assert len(commands) == 2
 
 
+def test_a_training_after_a_shortened_one_is_refused(tmp_path, monkeypatch, capsys):
+    trainings = ("experiment=demo seed={seed}", "experiment=demo seed={seed} init_from={before}")
+    rung = dataclasses.replace(RUNG, trainings=trainings)
+    rerun = seeds.Rerun(rung, tmp_path, source=None, dtype="float32")
+    for run in (tmp_path / "seed_0/training_1/run", tmp_path / "seed_0/run"):
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("arch: {forward_dtype: float32}")
+        write_json(run / "status", {"status": "max_steps", "step": 1})
+    monkeypatch.setattr(seeds, "describe_changes", lambda before, now: "")
+    with pytest.raises(SystemExit):
+        rerun.check([0])
+    words = "seed_0/run started before .*/training_1/run had all its steps. Choose another --folder."
+    assert re.search(words, capsys.readouterr().err)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -9)])
 def test_a_signal_ends_the_command_too(tmp_path, number, status):
