@@ -119,6 +119,7 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
     # Without paths of this machine, so that the command also works on others.
     command = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     command += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
+    command += f" --processes {arguments.processes}" if arguments.processes else ""
     command += f" --dtype {forward_dtype}"
     return command + (" --test-time" if arguments.test_time else "")
 

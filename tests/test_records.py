@@ -207,6 +207,12 @@ def test_a_rung_without_a_source_uses_its_public_dataset(monkeypatch, tmp_path):
         assert [command[command.index("--source") + 1] for command in commands] == [source, source]
 
 
+def test_a_stored_command_has_all_options_that_change_the_result():
+    given = "--rung demo --seeds 2 --first-seed 5 --processes 1 --dtype float32 --test-time"
+    arguments = records._read([*given.split(), "--write", "New."])
+    assert records._command(arguments, forward_dtype="float32") == f"python -m records {given}"
+
+
 def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
     log, used = tmp_path / "metrics.jsonl", 0.0
     for number in (1, 2):
