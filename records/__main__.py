@@ -97,6 +97,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.table:
+        if vars(arguments) != vars(parser.parse_intermixed_args(["--table"])):
+            parser.error("--table only updates the tables. Remove the other arguments.")
         return arguments
     if arguments.write and arguments.overrides:
         parser.error(
