@@ -18,6 +18,7 @@ import runtime.environment  # noqa: F401
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -239,7 +240,7 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
             lines.append(Line(model, _costs(group), means, roles[model], has_dots=True))
         options = {"share": True, "from_zero": True, "log_x": True}
         chart = line_chart(training, lines, x_label="GFLOP of an answer", **options)
-        names = (f'<tspan fill="var(--{role})">{name}</tspan>' for name, role in chart.legend)
+        names = (f'<tspan fill="var(--{role})">{escape(name)}</tspan>' for name, role in chart.legend)
         panels.append(((training, " ".join(names)), chart))
     tried = [
         [name, f"{row['lr']:g}", f"{row['exact_accuracy']:.3f}", f"{row['accuracy']:.3f}"]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 
@@ -93,6 +94,14 @@ def test_the_committed_comparison_shows_its_results(tmp_path):
     content = json.loads((folder / "comparison.json").read_text())
     comparison.write_results(plan, {"tuning": {}} | content, tmp_path)
     assert (folder / "README.md").read_text() == (tmp_path / "README.md").read_text()
+
+
+def test_the_picture_of_a_comparison_is_valid(tmp_path):
+    content = json.loads((REPOSITORY / "records/comparison/comparison.json").read_text())
+    rows = [content["results"][0] | {"model": "a & b"}]
+    plan = read_yaml(REPOSITORY / "records/comparison.yaml")
+    comparison.write_results(plan, content | {"results": rows, "tuning": {}}, tmp_path)
+    assert "a & b" in "".join(ElementTree.parse(tmp_path / "comparison.svg").getroot().itertext())
 
 
 def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
