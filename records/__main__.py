@@ -97,6 +97,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.table:
+        if vars(arguments) != vars(parser.parse_intermixed_args(["--table"])):
+            parser.error("--table only updates the tables. Remove the other arguments.")
         return arguments
     if arguments.write and arguments.overrides:
         parser.error(
@@ -119,6 +121,7 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
     # Without paths of this machine, so that the command also works on others.
     command = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     command += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
+    command += f" --processes {arguments.processes}" if arguments.processes else ""
     command += f" --dtype {forward_dtype}"
     return command + (" --test-time" if arguments.test_time else "")
 

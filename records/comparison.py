@@ -8,8 +8,9 @@ data and runs, so the same command continues after an interruption. After each t
 comparison.json, README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on
 another machine, copy only this file, for example from records/comparison/. If records/comparison.yaml has a
 new learning rate, the program tries it too. If the new one is better, the program deletes the results of the
-model with the old one. All trainings and evaluations have the same number format (bfloat16 or float32): that
-of comparison.json, else that of --dtype, else the fast one on the machine of the first training.
+model with the old one. If another setting of a model has changed, the program refuses the folder. All
+trainings and evaluations have the same number format (bfloat16 or float32): that of comparison.json, else
+that of --dtype, else the fast one on the machine of the first training.
 """
 
 import runtime.environment  # noqa: F401
@@ -17,13 +18,14 @@ import runtime.environment  # noqa: F401
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.harness import commit, run_main
 from config.compose import compose_overrides
-from config.schema import PretrainConfig
+from config.schema import PretrainConfig, keys_that_may_change
 from distributed.number_format import NumberFormat
 from evaluation.intervals import mean_and_deviation, mean_interval
 from records.machine import FORMATS, describe_machine, find_format, training_device, write_format
@@ -48,11 +50,10 @@ _HEAD = """# Models at equal training operations
 
 All models are trained with the same number of operations (PF: 1e15) on puzzles of a rung of the records, and
 evaluated on 1000 other puzzles. Accuracy: fraction of puzzles with every cell right, as mean +- standard
-deviation over seeds, with the 95 % interval of the mean. lr: the best value of those under
-[learning rates](#learning-rates). Thinking longer: four times as many steps. LDT searches: instead of one
-chain of at most 30 moves, four chains of at most 40 moves, with guesses at a cell with the fewest candidates.
-In the picture, this is the right end of a line. Processor-hours: training and evaluation, with other programs
-running.
+deviation over seeds, with the 95 % interval of the mean. lr: learning rate. Thinking longer: four times as
+many steps. LDT searches: instead of one chain of at most 30 moves, four chains of at most 40 moves, with
+guesses at a cell with the fewest candidates. In the picture, this is the right end of a line.
+Processor-hours: training and evaluation, with other programs running.
 Number format: {forward_dtype}. The last training ran on: {cpu}, instruction set: {instruction_set}.
 
     python -m records.comparison --folder checkpoints/comparison
@@ -61,7 +62,7 @@ _LEARNING_RATES = """
 ## Learning rates
 
 Tried with {petaflops:g} PF and seed {seed} on `{rung}`. The accuracies are of held-out training puzzles
-(`validation_fraction={validation_fraction:g}`).
+(`validation_fraction={validation_fraction:g}`). The tables above are of the best learning rate of each model.
 
 """
 _COLUMNS = {  # {column of the page: function of the results of all seeds of a model}
@@ -91,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = None) -> None:
     """Runs the trainings of a comparison of models, and skips completed ones.
 
-    Writes the results after each training. Raises ValueError if the folder contains results in another dtype.
+    Writes the results after each training. Raises ValueError if the folder contains results in another dtype,
+    or with other settings.
 
     plan: Content of records/comparison.yaml: models and trainings.
     dtype: Dtype of the trainings, such as "bfloat16". If None, the dtype of earlier trainings in the folder.
@@ -99,14 +101,25 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
     """
     before = read_json(folder / _JSON) if (folder / _JSON).exists() else {"results": []}
     results, tuned = before["results"], before.setdefault("tuning", {})
+    settings = before.get("settings", {})  # earlier versions did not store them
+    for model_name in plan["models"]:
+        now = _settings(plan, model_name)
+        is_used = tuned.get(model_name) or any(row["model"] == model_name for row in results)
+        if is_used and (changes := _describe_changes(settings.get(model_name, now), now)):
+            raise ValueError(
+                f"{folder} contains results of {model_name} with other settings ({changes}). Choose another "
+                "--folder."
+            )
+        settings[model_name] = now
     config = compose_overrides(
         PretrainConfig, [*_overrides(plan, next(iter(plan["models"]))), "data_path=data"]
     )
     device = training_device(config, processes=plan["processes"])
-    stored = before.get("forward_dtype", _FORMER_FORMAT) if results else None
+    stored = before.get("forward_dtype", _FORMER_FORMAT) if results or tuned else None
     chosen = find_format(folder, config, device, requested=dtype, stored=stored)
-    content = {**describe_machine(device), "forward_dtype": chosen, "commit": commit()}
-    content |= {"tuning": tuned, "results": results}
+    today = {**describe_machine(device), "commit": commit()}
+    of_last = {key: before.get(key, "unknown") for key in today} if results or tuned else today
+    content = of_last | {"forward_dtype": chosen, "settings": settings, "tuning": tuned, "results": results}
     if not results:
         write_format(folder, chosen)
     rates = {}
@@ -115,6 +128,7 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
         for lr in model["rates"]:
             if lr not in (row["lr"] for row in rows):
                 rows.append(tune(plan, model_name, lr, folder, forward_dtype=chosen))
+                content |= today
                 print(f"{model_name}: {rows[-1]}", flush=True)
         rates[model_name] = max(rows, key=lambda row: (row["exact_accuracy"], row["accuracy"]))["lr"]
         results[:] = [row for row in results if row["model"] != model_name or row["lr"] == rates[model_name]]
@@ -129,6 +143,7 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
                 lr = f"lr={rates[model_name]}"
                 rerun = build_rerun(plan, model_name, training, folder, lr, forward_dtype=chosen)
                 results.append(train(rerun, seed) | key | {"lr": rates[model_name]})
+                content |= today
                 write_results(plan, content, folder)
                 print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
 
@@ -147,6 +162,7 @@ def tune(
     tuning = plan["tuning"]
     overrides = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
     rerun = build_rerun(plan, model_name, tuning, folder, *overrides, forward_dtype=forward_dtype)
+    rerun.check([tuning["seed"]])
     trained = rerun.train(tuning["seed"], data_seconds=0)
     rows = rerun.rows(tuning["seed"], data_seconds=0)
     names = ("exact_accuracy", "accuracy")
@@ -181,10 +197,10 @@ def build_rerun(
     config = compose_overrides(PretrainConfig, [*overrides, "train_steps=1"])
     opened = open_data(config)
     of_step = opened.schedule.petaflops(1, count_steps(config, opened.dataset.metadata))
-    overrides = (*overrides, f"train_steps={round(training['petaflops'] / of_step)}", "seed={seed}")
+    overrides = (*overrides, f"train_steps={round(training['petaflops'] / of_step)}")
     options = {"test_time": model["longer"], "processes": plan["processes"]}
-    rung = dataclasses.replace(rung, trainings=(" ".join(overrides),), **options)
-    return Rerun(rung, data.folder / name, source=None)
+    rung = dataclasses.replace(rung, trainings=("seed={seed}",), **options)
+    return Rerun(rung, data.folder / name, source=None, overrides=overrides)
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
@@ -194,6 +210,7 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     values. The first value is measured with the usual number of model calls per puzzle, the second one with
     more calls.
     """
+    rerun.check([seed])
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     trained = read_run(rerun.run_folder(seed))
     steps, gigaflops = final_evaluation(trained.rows, "steps"), trained.starts[-1]["gigaflops_per_step"]
@@ -224,15 +241,16 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
             lines.append(Line(model, _costs(group), means, roles[model], has_dots=True))
         options = {"share": True, "from_zero": True, "log_x": True}
         chart = line_chart(training, lines, x_label="GFLOP of an answer", **options)
-        names = (f'<tspan fill="var(--{role})">{name}</tspan>' for name, role in chart.legend)
+        names = (f'<tspan fill="var(--{role})">{escape(name)}</tspan>' for name, role in chart.legend)
         panels.append(((training, " ".join(names)), chart))
     tried = [
         [name, f"{row['lr']:g}", f"{row['exact_accuracy']:.3f}", f"{row['accuracy']:.3f}"]
         for name, rows in content["tuning"].items()
         for row in sorted(rows, key=lambda row: row["lr"])
     ]
-    text += _LEARNING_RATES.format(**plan["tuning"])
-    text += _table(["model", "lr", "exact accuracy", "accuracy of cells"], tried)
+    if tried:  # earlier versions did not store them
+        text += _LEARNING_RATES.format(**plan["tuning"])
+        text += _table(["model", "lr", "exact accuracy", "accuracy of cells"], tried)
     if panels:
         write_text(folder / _PICTURE, chart_file(panels, title=_TITLE))
     write_text(folder / _PAGE, text)
@@ -242,6 +260,20 @@ def _overrides(plan: dict[str, Any], model_name: str) -> list[str]:
     model = plan["models"][model_name]
     shared = [override for group in model["groups"] for override in plan["groups"][group]]
     return [*plan["common"], *shared, *model["words"]]
+
+
+def _settings(plan: dict[str, Any], model_name: str) -> dict[str, Any]:
+    # The settings that change the results of a model, except learning rates and trainings.
+    words = dict(word.partition("=")[::2] for word in _overrides(plan, model_name))
+    may_change = keys_that_may_change(PretrainConfig)
+    settings = {key: value for key, value in words.items() if key.partition(".")[0] not in may_change}
+    settings |= {f"tuning.{key}": value for key, value in plan["tuning"].items()}
+    return settings | {"longer": plan["models"][model_name]["longer"]}
+
+
+def _describe_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return ", ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys)
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:

@@ -15,20 +15,20 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness import REPOSITORY, Load, fail, program, program_environment
-from checkpointing.files import CONFIG_FILE
+from checkpointing.files import CONFIG_FILE, newest_checkpoint
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from distributed.child import start_child, why_it_failed
 from distributed.number_format import NumberFormat
 from evaluation.metric_tables import metrics_by_set
-from evaluation.results import EVALUATION_FILE, SCALING_FILE
+from evaluation.results import EVALUATION_FILE, MEASURED_FILE, SCALING_FILE
 from records.machine import describe_machine, find_format, training_device, write_format
 from records.rungs import Rung
 from report.run import Row, read_run
@@ -80,18 +80,23 @@ class Rerun:
         versions = {"cores": num_cores(), "torch": torch.__version__}
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 
-    def check(self, seeds: range) -> None:
+    def check(self, seeds: Iterable[int]) -> None:
         """Checks the settings of all trainings before anything runs.
 
         Raises ValueError if the config of a training is invalid. Exits the program if the folder contains a
-        run with other settings.
+        run with other settings, or one that started before the training before it had all its steps.
         """
         for seed in seeds:
+            before = None
             for run, recipe in self._trainings(seed):
                 now, config = compose_overrides(PretrainConfig, recipe), run / CONFIG_FILE
                 changes = describe_changes(read_yaml(config), now) if config.exists() else ""
                 if changes:
                     fail(f"{self.folder} has a run of another recipe ({changes}). Choose another --folder.")
+                # Example: a first launch had max_steps=100.
+                if before and config.exists() and not has_ended(before, max_steps=now.max_steps):
+                    fail(f"{run} started before {before} had all its steps. Choose another --folder.")
+                before = run
 
     def build_data(self) -> float:
         """Builds the datasets, unless the folder has them. Returns the seconds that building took.
@@ -193,16 +198,25 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, template: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        if not (folder / EVALUATION_FILE).exists():
+        if not self._has_evaluated(seed, folder):
             data = {name: self.folder / name for name in ("data", "more_data")}
             overrides = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
             overrides += [f"forward_dtype={self.forward_dtype}"]
-            overrides += template.format(**data).split()
+            overrides += [word.format(**data) for word in template.split()]
             evaluator, slash, _ = self.rung.metric.rpartition("/")
             overrides += [f"evaluators=[{evaluator}]"] if slash else []
             command = program("evaluate.py", *overrides, processes=self.rung.processes)
             _run(command, clock, log=folder.with_suffix(".txt"))
         return list(read_json(folder / EVALUATION_FILE).values())
+
+    def _has_evaluated(self, seed: int, folder: Path) -> bool:
+        if not (folder / EVALUATION_FILE).exists():
+            return False
+        if not (folder / MEASURED_FILE).exists():  # an earlier version wrote the results
+            return True
+        # Example: a first launch had max_steps=100, and a later one trained on.
+        evaluated, newest = read_json(folder / MEASURED_FILE), newest_checkpoint(self.run_folder(seed))
+        return newest is None or Path(evaluated["checkpoint"]).name == newest.name
 
     @property
     def _data_clock(self) -> Path:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 
@@ -68,6 +70,40 @@ def test_a_better_learning_rate_replaces_the_results_of_the_old_one(tmp_path, mo
     assert [(row["model"], row["lr"]) for row in after["results"]] == [("TRM", 0.003), ("HRM", 0.0003)]
 
 
+def test_a_comparison_refuses_results_with_other_settings(tmp_path, monkeypatch):
+    plan = read_yaml(REPOSITORY / "records/comparison.yaml")
+    plan["models"] = {name: plan["models"][name] for name in ("TRM", "HRM")}
+    plan["trainings"] = []
+    monkeypatch.setattr(comparison, "tune", _tune)
+    comparison.compare(plan | {"models": {"TRM": plan["models"]["TRM"]}}, tmp_path)
+    plan["common"].remove("compile=true")  # it does not change results
+    plan["models"]["HRM"]["words"].append("arch.H_cycles=2")  # it has no results yet
+    comparison.compare(plan, tmp_path)
+    for change in (
+        {"common": [*plan["common"], "weight_decay=0.2"]},
+        {"tuning": plan["tuning"] | {"seed": 1}},
+    ):
+        with pytest.raises(
+            ValueError, match=r"results of TRM with other settings \((weight_decay|tuning.seed): .* -> "
+        ):
+            comparison.compare(plan | change, tmp_path)
+
+
+def test_the_committed_comparison_shows_its_results(tmp_path):
+    plan, folder = read_yaml(REPOSITORY / "records/comparison.yaml"), REPOSITORY / "records/comparison"
+    content = json.loads((folder / "comparison.json").read_text())
+    comparison.write_results(plan, {"tuning": {}} | content, tmp_path)
+    assert (folder / "README.md").read_text() == (tmp_path / "README.md").read_text()
+
+
+def test_the_picture_of_a_comparison_is_valid(tmp_path):
+    content = json.loads((REPOSITORY / "records/comparison/comparison.json").read_text())
+    rows = [content["results"][0] | {"model": "a & b"}]
+    plan = read_yaml(REPOSITORY / "records/comparison.yaml")
+    comparison.write_results(plan, content | {"results": rows, "tuning": {}}, tmp_path)
+    assert "a & b" in "".join(ElementTree.parse(tmp_path / "comparison.svg").getroot().itertext())
+
+
 def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
     """One of an earlier version names none. This machine has no bfloat16 instructions."""
     monkeypatch.setattr(number_format, "instruction_set", lambda device: "avx2")
@@ -87,7 +123,10 @@ def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "train", train)
     monkeypatch.setattr(comparison, "tune", _tune)
     earlier = {"cpu": "AN EPYC", "commit": "COMMIT", "results": [first]}
-    for name, before, expected in (("old", earlier, "bfloat16"), ("new", None, "float32")):
+    trial = _tune(plan, "TRM", 0.003, tmp_path, forward_dtype="bfloat16")
+    tuned = {"forward_dtype": "bfloat16", "results": [], "tuning": {"TRM": [trial]}}
+    folders = (("old", earlier, "bfloat16"), ("tuned", tuned, "bfloat16"), ("new", None, "float32"))
+    for name, before, expected in folders:
         folder, path = tmp_path / name, tmp_path / name / "comparison.json"
         folder.mkdir()
         if before:
@@ -104,4 +143,43 @@ def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
         assert f"Number format: {expected}. The last training" in (folder / "README.md").read_text()
         assert "instruction set: avx2" in (folder / "README.md").read_text()
         used.clear()
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(machine, "instruction_set", lambda device: "neon")
+            comparison.compare(plan, folder)  # nothing is trained
+        assert json.loads(path.read_text()) == after
     assert json.loads((tmp_path / "new/format.json").read_text()) == {"forward_dtype": "float32"}
+
+
+def test_a_comparison_in_a_folder_with_a_space(tmp_path, monkeypatch):
+    folder, data = tmp_path / "my runs", mock.Mock()
+    data.schedule.petaflops.return_value = 1e-6
+    monkeypatch.setattr(comparison, "open_data", lambda config: data)
+    monkeypatch.setattr(comparison, "count_steps", lambda *_: None)
+    monkeypatch.setattr(seeds.Rerun, "build_data", lambda self: 0.0)
+    plan = {"processes": 1, "common": [], "groups": {}}
+    plan["models"] = {"TRM": {"groups": [], "words": ["arch=trm"], "longer": ""}}
+    training = {"rung": "demo", "petaflops": 1e-5}
+    rerun = comparison.build_rerun(plan, "TRM", training, folder, "lr=0.5", forward_dtype="float32")
+    ((run, recipe),) = rerun._trainings(3)
+    config = compose_overrides(PretrainConfig, recipe)
+    assert (config.data_path, config.checkpoint_path) == ([str(folder / "demo/data")], str(run))
+    assert (config.lr, config.seed, config.train_steps) == (0.5, 3, 10)
+
+
+def test_a_comparison_refuses_a_finished_run_with_other_settings(tmp_path, monkeypatch, capsys):
+    rerun = seeds.Rerun(RUNGS["demo"], tmp_path, source=None, overrides=("lr=0.5",), dtype="float32")
+    ((run, recipe),) = rerun._trainings(0)
+    run.mkdir(parents=True)
+    config = compose_overrides(PretrainConfig, [*recipe, "weight_decay=0.2"]).model_dump()
+    (run / "config.yaml").write_text(to_yaml(config))
+    row = {"step": 1, "train/petaflops": 1.0}
+    row |= {f"{split}/all/{name}accuracy": 0.5 for split in ("eval", "validation") for name in ("", "exact_")}
+    for name, content in (("status", {"status": "finished", "step": 1}), ("metrics.jsonl", row)):
+        (run / name).write_text(json.dumps(content) + "\n")
+    monkeypatch.setattr(comparison, "build_rerun", lambda *_, **__: rerun)
+    plan = {"tuning": {"validation_fraction": 0.1, "seed": 0}}
+    with pytest.raises(SystemExit):
+        comparison.tune(plan, "TRM", 0.5, tmp_path, forward_dtype="float32")
+    with pytest.raises(SystemExit):
+        comparison.train(rerun, 0)
+    assert capsys.readouterr().err.count("another recipe (weight_decay: 0.2 -> 1.0). Choose another") == 2

@@ -22,6 +22,7 @@ from records import __main__ as records
 from records import page, record, seeds
 from records.rungs import RUNGS, Rung
 from runtime.reading import read_yaml
+from runtime.writing import write_json
 from tests.ranks import start_program
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
@@ -206,6 +207,12 @@ def test_a_rung_without_a_source_uses_its_public_dataset(monkeypatch, tmp_path):
         assert [command[command.index("--source") + 1] for command in commands] == [source, source]
 
 
+def test_a_stored_command_has_all_options_that_change_the_result():
+    given = "--rung demo --seeds 2 --first-seed 5 --processes 1 --dtype float32 --test-time"
+    arguments = records._read([*given.split(), "--write", "New."])
+    assert records._command(arguments, forward_dtype="float32") == f"python -m records {given}"
+
+
 def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
     log, used = tmp_path / "metrics.jsonl", 0.0
     for number in (1, 2):
@@ -228,6 +235,45 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
         clock.tick()
         log.write_text('{"step": 1}\n{"step": 22, "loss": 0.123456789012}\n{"step": 3}\n')
     assert seeds.Clock(tmp_path / "clock.json").times.keys() == {1, 2, 10, 20, 22, 3}
+
+
+def test_a_model_that_trained_on_is_evaluated_again(tmp_path, monkeypatch):
+    """Also in a folder with a space in its name."""
+    rerun = seeds.Rerun(RUNG, tmp_path / "my runs", source=None, dtype="float32")
+    run, folder, commands = rerun.run_folder(0), tmp_path / "my runs/seed_0/judged", []
+
+    def evaluate(command: list[str], clock: seeds.Clock, *, log: Path) -> None:
+        commands.append(command)
+        write_json(folder / "measured.json", {"checkpoint": str(run / f"step_{step}")})
+        write_json(folder / "metrics.json", {"all": {"exact_accuracy": 0.5}})
+
+    monkeypatch.setattr(seeds, "_run", evaluate)
+    for path in (folder, run / "step_8", run / "step_16"):
+        path.mkdir(parents=True)
+    for step, num_evaluations in ((8, 1), (8, 1), (16, 2)):
+        write_json(run / f"step_{step}/manifest.json", {})
+        found = rerun._evaluate(0, "data_path={more_data} samples=2", folder, seeds.Clock(tmp_path / "clock"))
+        assert found == [{"exact_accuracy": 0.5}]
+        assert len(commands) == num_evaluations
+    assert f"data_path={tmp_path}/my runs/more_data" in commands[0]
+    (folder / "measured.json").unlink()  # earlier versions did not write it
+    rerun._evaluate(0, "", folder, seeds.Clock(tmp_path / "clock"))
+    assert len(commands) == 2
+
+
+def test_a_training_after_a_shortened_one_is_refused(tmp_path, monkeypatch, capsys):
+    trainings = ("experiment=demo seed={seed}", "experiment=demo seed={seed} init_from={before}")
+    rung = dataclasses.replace(RUNG, trainings=trainings)
+    rerun = seeds.Rerun(rung, tmp_path, source=None, dtype="float32")
+    for run in (tmp_path / "seed_0/training_1/run", tmp_path / "seed_0/run"):
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("arch: {forward_dtype: float32}")
+        write_json(run / "status", {"status": "max_steps", "step": 1})
+    monkeypatch.setattr(seeds, "describe_changes", lambda before, now: "")
+    with pytest.raises(SystemExit):
+        rerun.check([0])
+    words = "seed_0/run started before .*/training_1/run had all its steps. Choose another --folder."
+    assert re.search(words, capsys.readouterr().err)
 
 
 @pytest.mark.slow
