@@ -129,14 +129,16 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
             if lr not in (row["lr"] for row in rows):
                 rows.append(tune(plan, model_name, lr, folder, forward_dtype=chosen))
                 content |= today
+                write_results(plan, content, folder)
                 print(f"{model_name}: {rows[-1]}", flush=True)
         rates[model_name] = max(rows, key=lambda row: (row["exact_accuracy"], row["accuracy"]))["lr"]
         results[:] = [row for row in results if row["model"] != model_name or row["lr"] == rates[model_name]]
         write_results(plan, content, folder)
     for training in plan["trainings"]:
         title = f"{training['rung']}, {training['petaflops']:g} PF"
-        for model_name in plan["models"]:
-            for seed in training["seeds"]:
+        # The first seed of all models comes first, so that an unfinished comparison compares all of them.
+        for seed in training["seeds"]:
+            for model_name in plan["models"]:
                 key = {"training": title, "model": model_name, "seed": seed}
                 if any(key.items() <= row.items() for row in results):
                     continue
