@@ -64,7 +64,9 @@ class _Exchange:
             for way in ways
         }
         self._alone = alone = trainers["alone"]
-        gradients = [torch.zeros_like(parameter) for parameter in alone.state.model.parameters()]
+        # As the other methods, it sends float32, also if the parameters are bfloat16.
+        views = [view for flat in alone.state.weights.flats for view in flat.gradient_views.values()]
+        gradients = [torch.zeros_like(view) for view in views]
         flat = [torch.zeros(alone.state.weights.num_parameters, device=device) for _ in range(2)]
 
         def per_parameter() -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import exchange
 from benchmarks.step import Contender, choose_rounds
 from distributed.number_format import choose_format
 from tests.ranks import REPOSITORY
@@ -75,3 +76,17 @@ def test_a_slow_matrix_product_gets_fewer_rows(rate, rows):
 
 def test_slow_steps_are_timed_in_fewer_rounds():
     assert [choose_rounds(seconds) for seconds in (0.1, 4.5, 100.0)] == [20, 5, 3]
+
+
+def test_a_message_for_each_parameter_is_as_long_as_its_gradient(monkeypatch):
+    in_bfloat16 = (*exchange._EXCHANGES["alone"], "arch.forward_dtype=bfloat16")
+    monkeypatch.setitem(exchange._EXCHANGES, "alone", in_bfloat16)
+    ranks = exchange._Exchange(torch.device("cpu"), SimpleNamespace(quick=True, puzzles=1), ["alone"])
+    (flat,) = ranks._alone.state.weights.flats
+    sent = []
+    monkeypatch.setattr(ranks._alone, "step", lambda: None)
+    monkeypatch.setattr(exchange.dist, "all_reduce", sent.append)
+    ranks.turns["per_parameter"]()
+    assert sum(message.nbytes for message in sent) == sum(
+        view.nbytes for view in flat.gradient_views.values()
+    )
