@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import exchange
+from benchmarks import exchange, worlds
 from benchmarks.step import Contender, choose_rounds
 from distributed.number_format import choose_format
 from tests.ranks import REPOSITORY
@@ -90,3 +90,16 @@ def test_a_message_for_each_parameter_is_as_long_as_its_gradient(monkeypatch):
     assert sum(message.nbytes for message in sent) == sum(
         view.nbytes for view in flat.gradient_views.values()
     )
+
+
+def test_the_public_code_is_measured_without_a_training_state_of_ours(monkeypatch):
+    options = SimpleNamespace(batch=2, length=9, hidden=16, heads=2, layers=1)
+    device = torch.device("cpu")
+    ours = Contender(device, "exact", "trm", "float32", options)
+    monkeypatch.setattr(worlds, "build_first_state", None)
+    published = Contender(device, "published", "trm", "float32", options)
+    weights = ours._trainer.state.model.network.state_dict()
+    assert all(
+        weights[name].equal(weight) for name, weight in published._trainer.network.state_dict().items()
+    )
+    assert ours.count_operations() == published.count_operations() > 0
