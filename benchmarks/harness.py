@@ -81,6 +81,11 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
         arguments.rounds = min(arguments.rounds or _QUICK_ROUNDS, _QUICK_ROUNDS)
     if arguments.threads != "auto" and not (arguments.threads.isdecimal() and int(arguments.threads)):
         parser.error(f"--threads must be auto or an integer of at least 1, not {arguments.threads!r}")
+    if arguments.threads == "auto" and isinstance(getattr(arguments, "processes", None), list):
+        parser.error(
+            "--threads auto is not possible here, because it depends on the number of processes. Pass an "
+            "integer of at least 1."
+        )
     if arguments.device == "cuda" and not torch.cuda.device_count():
         fail("--device cuda: torch finds no CUDA device. Use --device cpu.")
     arguments.load = Load()

@@ -47,6 +47,7 @@ def test_all_of_them_are_in_make_bench():
         ("scaling --processes 100000 --at-least 0.85", "from 2 to"),
         ("dataset --threads many", "--threads"),
         ("start --threads auto", "--threads"),
+        ("scaling --threads auto --processes 1 --at-least 0.85", "--threads auto"),
         ("step --hidden 30 --heads 4", "--hidden 30"),
         ("start --round 3", "--round"),
     ],
