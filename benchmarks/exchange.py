@@ -11,7 +11,7 @@ flat, ddp       sync=flat, sync=ddp
 bfloat16        sync_dtype=bfloat16
 per_parameter   a step without messages, then a blocking all-reduce for each parameter
 local_steps_N   local_steps=N: ranks train without messages for N steps, then take the mean of their weights.
-                Computed from `alone` and from a step that merges the weights
+                Computed from `alone` and from a step that merges the weights, with sync_dtype=bfloat16
 copy            only a copy of all gradients in memory, on each rank. The sum of `shared` cannot be faster
 
 Only `default` may shard the optimizer. The efficiency of a method is the time of `alone` / its time. Under
