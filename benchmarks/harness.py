@@ -53,16 +53,18 @@ def run_main(main: Callable[[], None]) -> None:
 def benchmark_parser(
     name: str, *, description: str, rounds: int | None, threads: str = "auto"
 ) -> OneLineParser:
-    """Returns a command-line parser with the options that all benchmarks have, such as --rounds.
+    """Returns a command-line parser with the options that all benchmarks have, such as --quick.
 
-    rounds: Default number of repetitions. If None, the benchmark chooses it.
+    rounds: Default number of repetitions. If None, the benchmark chooses it. If 0, nothing is repeated, and
+    there is no option --rounds.
     threads: Default number of threads per process, or "auto".
     """
     parser = OneLineParser(f"benchmarks.{name}", description=description)
     device = "device (default: %(default)s)"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
     of_rounds = f"number of rounds (default: {'%(default)s' if rounds else 'depends on the time of a round'})"
-    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
+    if rounds != 0:
+        parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
     of_each = "threads per process. auto: OMP_NUM_THREADS, else cores / processes (default: %(default)s)"
     parser.add_argument("--threads", default=threads, metavar="N", help=of_each)
     quick = "run a tiny workload to check that the benchmark works. The times are meaningless"
@@ -77,7 +79,7 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
     use from now on.
     """
     arguments = parser.parse_args(argv)
-    if arguments.quick:
+    if arguments.quick and hasattr(arguments, "rounds"):
         arguments.rounds = min(arguments.rounds or _QUICK_ROUNDS, _QUICK_ROUNDS)
     if arguments.threads != "auto" and not (arguments.threads.isdecimal() and int(arguments.threads)):
         parser.error(f"--threads must be auto or an integer of at least 1, not {arguments.threads!r}")
@@ -167,7 +169,8 @@ def print_report(
     print(*table([header, *rows]), *notes, sep="\n")
     device_name = torch.cuda.get_device_name() if options.device == "cuda" else describe_processor()
     machine = {"device": device_name, "cores": num_cores(), "torch": torch.__version__, "commit": commit()}
-    settings = {"rounds": options.rounds, "threads": options.threads, "quick": options.quick}
+    names = ("rounds", "threads", "quick")
+    settings = {setting: value for setting in names if (value := getattr(options, setting, None)) is not None}
     print(", ".join(f"{key} {value}" for key, value in (machine | settings).items()))
     others = options.load.other_cores()
     if others is not None and others > BUSY_CORES:

@@ -157,7 +157,7 @@ class _Layout:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = world_parser("layout", description="Compares stored and sent bytes with formulas.")
+    parser = world_parser("layout", description="Compares stored and sent bytes with formulas.", rounds=0)
     keys = "config keys of the training, as for pretrain.py"
     parser.add_argument("--layout", nargs="+", default=(), metavar="KEY=VALUE", help=keys)
     options = parse(parser, argv)

@@ -46,13 +46,16 @@ _POLL_SECONDS = 1.0
 _CLONE_NEWNET = 0x40000000  # from sched.h of Linux
 
 
-def world_parser(name: str, *, description: str, compares_numbers: bool = False) -> OneLineParser:
+def world_parser(
+    name: str, *, description: str, rounds: int = 7, compares_numbers: bool = False
+) -> OneLineParser:
     """Returns the command-line parser of a benchmark that trains one model on several processes.
 
+    rounds: Default number of repetitions. If 0, nothing is repeated, and there is no option --rounds.
     compares_numbers: Whether the option --processes takes several numbers, because the benchmark compares
     them with one process.
     """
-    parser = benchmark_parser(name, description=description, rounds=7, threads="1")
+    parser = benchmark_parser(name, description=description, rounds=rounds, threads="1")
     options = {"nargs": "+", "default": [1, 2]} if compares_numbers else {"default": 2}
     of_processes = "numbers of processes (default: 1 2)" if compares_numbers else "processes (default: 2)"
     parser.add_argument("--processes", type=positive, metavar="N", help=of_processes, **options)

@@ -50,6 +50,8 @@ def test_all_of_them_are_in_make_bench():
         ("scaling --threads auto --processes 1 --at-least 0.85", "--threads auto"),
         ("step --hidden 30 --heads 4", "--hidden 30"),
         ("start --round 3", "--round"),
+        ("memory --rounds 3 --threads 0", "--rounds 3"),
+        ("layout --rounds 3 --threads 0", "--rounds 3"),
     ],
 )
 def test_a_wrong_argument_is_one_line(command, message):
