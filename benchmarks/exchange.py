@@ -160,6 +160,7 @@ def _measure_cluster(options: argparse.Namespace) -> None:
         del trainers, ranks  # nothing may refer to the group when it closes
         times = {way: measurement(step_times) for way, step_times in seconds.items()}
         efficiency = ratio(times["alone"], times["default"])
+        options.load.count_ranks()
         if is_main():
             print_report(
                 "cluster",

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import torch
 from torch.utils.benchmark import Measurement, TaskSpec
 
 from distributed import log
+from distributed.collectives import gather_objects
 from distributed.launch import REPOSITORY
 from distributed.processor import describe_processor
 from distributed.signals import stop_signals
@@ -120,7 +122,14 @@ class Load:
     """Measures how many CPU cores other programs use, from the creation of this object on."""
 
     def __init__(self) -> None:
-        self._began, self._cpu = time.perf_counter(), cpu_seconds()
+        self._began, self._cpu, self._ranks_cpu = time.perf_counter(), cpu_seconds(), 0.0
+
+    def count_ranks(self) -> None:
+        """Counts the CPU time of all ranks on rank 0's machine as time of this program. All ranks call it."""
+        now, host = cpu_seconds(), socket.gethostname()
+        used = 0.0 if now is None or self._cpu is None else now[1] - self._cpu[1]
+        others = (gather_objects((host, used)) or [])[1:]
+        self._ranks_cpu = sum(seconds for other_host, seconds in others if other_host == host)
 
     def other_cores(self) -> float | None:
         """Returns the mean number of cores that other programs used since this object was created.
@@ -131,7 +140,7 @@ class Load:
         if now is None or self._cpu is None:
             return None
         everyone, ours = (after - before for after, before in zip(now, self._cpu, strict=True))
-        return max(everyone - ours, 0.0) / (time.perf_counter() - self._began)
+        return max(everyone - ours - self._ranks_cpu, 0.0) / (time.perf_counter() - self._began)
 
 
 def cpu_seconds() -> tuple[float, float] | None:

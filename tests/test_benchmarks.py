@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import exchange, worlds
+from benchmarks import exchange, harness, worlds
 from benchmarks.step import Contender, choose_rounds
 from distributed.number_format import choose_format
 from tests.ranks import REPOSITORY
@@ -106,3 +106,13 @@ def test_the_public_code_is_measured_without_a_training_state_of_ours(monkeypatc
         weights[name].equal(weight) for name, weight in published._trainer.network.state_dict().items()
     )
     assert ours.count_operations() == published.count_operations() > 0
+
+
+def test_the_other_ranks_of_a_machine_are_no_other_programs(monkeypatch):
+    used = iter([(0.0, 0.0), (9.0, 3.0), (10.0, 3.0)])  # by all programs, by this rank
+    monkeypatch.setattr(harness, "cpu_seconds", lambda: next(used))
+    monkeypatch.setattr(harness, "gather_objects", lambda mine: [mine, (mine[0], 4.0), ("elsewhere", 9.0)])
+    load = harness.Load()
+    load._began -= 2
+    load.count_ranks()
+    assert load.other_cores() == pytest.approx((10 - 3 - 4) / 2, rel=0.01)
