@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import cells, fail, measurement, parse, print_report, ratio, run_main
+from benchmarks.harness import cells, fail, fraction, measurement, parse, print_report, ratio, run_main
 from benchmarks.worlds import Trainer, World, model_sizes, take_turns, timed, world_parser
 from distributed.backend import choose_device, process_group, set_cpu_threads
 from distributed.collectives import all_ranks
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--line", nargs=2, metavar=("RATE", "MS"), help=line)
     least = "under torchrun: exit with status 1 if the efficiency is lower than FRACTION"
-    parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
+    parser.add_argument("--at-least", type=fraction, metavar="FRACTION", help=least)
     options = parse(parser, argv)
     if world_size() > 1:
         return _measure_cluster(options)

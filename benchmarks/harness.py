@@ -23,7 +23,7 @@ from distributed.collectives import gather_objects
 from distributed.launch import REPOSITORY
 from distributed.processor import describe_processor
 from distributed.signals import stop_signals
-from runtime.command_line import OneLineParser, integer
+from runtime.command_line import OneLineParser, integer, matching
 
 BUSY_CORES = 0.1  # if other programs use more cores, times are only estimates
 _QUICK_ROUNDS = 2
@@ -31,6 +31,7 @@ _QUICK_ROUNDS = 2
 
 # ---------------------------------------------------------------------------------------------- command line
 positive = integer(at_least=1)
+fraction = matching(r"(\d*\.?\d+)", "a number such as 0.85", float)
 
 
 def fail(reason: object) -> NoReturn:

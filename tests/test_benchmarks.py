@@ -44,6 +44,7 @@ def test_all_of_them_are_in_make_bench():
         ("exchange --processes 1", "Pass --processes 2"),
         ("exchange --at-least 0.85", "only under torchrun"),
         ("scaling --processes 1 --at-least 0.85", "from 2 to"),
+        ("scaling --processes 1 --at-least nan", "a number such as 0.85"),
         ("scaling --processes 100000 --at-least 0.85", "from 2 to"),
         ("dataset --threads many", "--threads"),
         ("start --threads auto", "--threads"),
