@@ -31,6 +31,11 @@ _QUICK_ROUNDS = 2
 
 # ---------------------------------------------------------------------------------------------- command line
 positive = integer(at_least=1)
+_auto_or_threads = matching(
+    r"(auto|\d+)",
+    "auto or an integer from 1 to 4096",
+    lambda text: text if text == "auto" or 1 <= int(text) <= 4096 else None,
+)
 fraction = matching(r"(\d*\.?\d+)", "a number such as 0.85", float)
 
 
@@ -69,7 +74,7 @@ def benchmark_parser(
     if rounds != 0:
         parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
     of_each = "threads per process. auto: OMP_NUM_THREADS, else cores / processes (default: %(default)s)"
-    parser.add_argument("--threads", default=threads, metavar="N", help=of_each)
+    parser.add_argument("--threads", type=_auto_or_threads, default=threads, metavar="N", help=of_each)
     quick = "run a tiny workload to check that the benchmark works. The times are meaningless"
     parser.add_argument("--quick", action="store_true", help=quick)
     return parser
@@ -84,8 +89,6 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
     arguments = parser.parse_args(argv)
     if arguments.quick and hasattr(arguments, "rounds"):
         arguments.rounds = min(arguments.rounds or _QUICK_ROUNDS, _QUICK_ROUNDS)
-    if arguments.threads != "auto" and not (arguments.threads.isdecimal() and int(arguments.threads)):
-        parser.error(f"--threads must be auto or an integer of at least 1, not {arguments.threads!r}")
     if arguments.threads == "auto" and isinstance(getattr(arguments, "processes", None), list):
         parser.error(
             "--threads auto is not possible here, because it depends on the number of processes. Pass an "

@@ -47,12 +47,13 @@ def test_all_of_them_are_in_make_bench():
         ("scaling --processes 1 --at-least nan", "a number such as 0.85"),
         ("scaling --processes 100000 --at-least 0.85", "from 2 to"),
         ("dataset --threads many", "--threads"),
+        ("exchange --processes 1 --threads 4097", "from 1 to 4096"),
         ("start --threads auto", "--threads"),
         ("scaling --threads auto --processes 1 --at-least 0.85", "--threads auto"),
         ("step --hidden 30 --heads 4", "--hidden 30"),
         ("start --round 3", "--round"),
-        ("memory --rounds 3 --threads 0", "--rounds 3"),
-        ("layout --rounds 3 --threads 0", "--rounds 3"),
+        ("memory --rounds 3 --device cuda", "--rounds 3"),
+        ("layout --rounds 3 --device cuda", "--rounds 3"),
     ],
 )
 def test_a_wrong_argument_is_one_line(command, message):
