@@ -99,9 +99,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if world_size() > 1:
         return _measure_cluster(options)
     if options.at_least is not None:
-        parser.error("--at-least applies only under torchrun. For one machine, run benchmarks.scaling.")
+        parser.error("--at-least applies only under torchrun. For one machine, run benchmarks.scaling")
     if options.processes == 1:
-        parser.error("--processes 1: this benchmark needs several processes. Pass --processes 2 or more.")
+        parser.error("--processes 1: this benchmark needs several processes. Pass --processes 2 or more")
     processes = options.processes
     is_in_memory = options.device == "cpu" and not options.line
     ways = [way for way in _EXCHANGES if way != "shared" or is_in_memory]

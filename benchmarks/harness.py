@@ -92,7 +92,7 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
     if arguments.threads == "auto" and isinstance(getattr(arguments, "processes", None), list):
         parser.error(
             "--threads auto is not possible here, because it depends on the number of processes. Pass an "
-            "integer of at least 1."
+            "integer of at least 1"
         )
     if arguments.device == "cuda" and not torch.cuda.device_count():
         fail("--device cuda: torch finds no CUDA device. Use --device cpu.")

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.at_least is not None and (most == 1 or (options.device == "cpu" and most > num_cores())):
         parser.error(
             "--at-least compares several processes with one, and each needs its own core: "
-            f"{most} processes, {num_cores()} cores. Pass --processes from 2 to the number of cores."
+            f"{most} processes, {num_cores()} cores. Pass --processes from 2 to the number of cores"
         )
     counts = sorted({1, *options.processes})
     turns: dict[tuple[str, int], tuple[World, str]] = {}
