@@ -11,7 +11,7 @@ flat, ddp       sync=flat, sync=ddp
 bfloat16        sync_dtype=bfloat16
 per_parameter   a step without messages, then a blocking all-reduce for each parameter
 local_steps_N   local_steps=N: ranks train without messages for N steps, then take the mean of their weights.
-                Computed from `alone` and from a step that merges the weights
+                Computed from `alone` and from a step that merges the weights, with sync_dtype=bfloat16
 copy            only a copy of all gradients in memory, on each rank. The sum of `shared` cannot be faster
 
 Only `default` may shard the optimizer. The efficiency of a method is the time of `alone` / its time. Under
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import cells, fail, measurement, parse, print_report, ratio, run_main
+from benchmarks.harness import cells, fail, fraction, measurement, parse, print_report, ratio, run_main
 from benchmarks.worlds import Trainer, World, model_sizes, take_turns, timed, world_parser
 from distributed.backend import choose_device, process_group, set_cpu_threads
 from distributed.collectives import all_ranks
@@ -64,7 +64,9 @@ class _Exchange:
             for way in ways
         }
         self._alone = alone = trainers["alone"]
-        gradients = [torch.zeros_like(parameter) for parameter in alone.state.model.parameters()]
+        # As the other methods, it sends float32, also if the parameters are bfloat16.
+        views = [view for flat in alone.state.weights.flats for view in flat.gradient_views.values()]
+        gradients = [torch.zeros_like(view) for view in views]
         flat = [torch.zeros(alone.state.weights.num_parameters, device=device) for _ in range(2)]
 
         def per_parameter() -> None:
@@ -92,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--line", nargs=2, metavar=("RATE", "MS"), help=line)
     least = "under torchrun: exit with status 1 if the efficiency is lower than FRACTION"
-    parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
+    parser.add_argument("--at-least", type=fraction, metavar="FRACTION", help=least)
     options = parse(parser, argv)
     if world_size() > 1:
         return _measure_cluster(options)
     if options.at_least is not None:
-        parser.error("--at-least applies only under torchrun. For one machine, run benchmarks.scaling.")
+        parser.error("--at-least applies only under torchrun. For one machine, run benchmarks.scaling")
     if options.processes == 1:
-        parser.error("--processes 1: this benchmark needs several processes. Pass --processes 2 or more.")
+        parser.error("--processes 1: this benchmark needs several processes. Pass --processes 2 or more")
     processes = options.processes
     is_in_memory = options.device == "cpu" and not options.line
     ways = [way for way in _EXCHANGES if way != "shared" or is_in_memory]
@@ -158,6 +160,7 @@ def _measure_cluster(options: argparse.Namespace) -> None:
         del trainers, ranks  # nothing may refer to the group when it closes
         times = {way: measurement(step_times) for way, step_times in seconds.items()}
         efficiency = ratio(times["alone"], times["default"])
+        options.load.count_ranks()
         if is_main():
             print_report(
                 "cluster",

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,10 +19,11 @@ import torch
 from torch.utils.benchmark import Measurement, TaskSpec
 
 from distributed import log
+from distributed.collectives import gather_objects
 from distributed.launch import REPOSITORY
 from distributed.processor import describe_processor
 from distributed.signals import stop_signals
-from runtime.command_line import OneLineParser, integer
+from runtime.command_line import OneLineParser, integer, matching
 
 BUSY_CORES = 0.1  # if other programs use more cores, times are only estimates
 _QUICK_ROUNDS = 2
@@ -29,6 +31,12 @@ _QUICK_ROUNDS = 2
 
 # ---------------------------------------------------------------------------------------------- command line
 positive = integer(at_least=1)
+_auto_or_threads = matching(
+    r"(auto|\d+)",
+    "auto or an integer from 1 to 4096",
+    lambda text: text if text == "auto" or 1 <= int(text) <= 4096 else None,
+)
+fraction = matching(r"(\d*\.?\d+)", "a number such as 0.85", float)
 
 
 def fail(reason: object) -> NoReturn:
@@ -53,18 +61,20 @@ def run_main(main: Callable[[], None]) -> None:
 def benchmark_parser(
     name: str, *, description: str, rounds: int | None, threads: str = "auto"
 ) -> OneLineParser:
-    """Returns a command-line parser with the options that all benchmarks have, such as --rounds.
+    """Returns a command-line parser with the options that all benchmarks have, such as --quick.
 
-    rounds: Default number of repetitions. If None, the benchmark chooses it.
+    rounds: Default number of repetitions. If None, the benchmark chooses it. If 0, nothing is repeated, and
+    there is no option --rounds.
     threads: Default number of threads per process, or "auto".
     """
     parser = OneLineParser(f"benchmarks.{name}", description=description)
     device = "device (default: %(default)s)"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
     of_rounds = f"number of rounds (default: {'%(default)s' if rounds else 'depends on the time of a round'})"
-    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
+    if rounds != 0:
+        parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
     of_each = "threads per process. auto: OMP_NUM_THREADS, else cores / processes (default: %(default)s)"
-    parser.add_argument("--threads", default=threads, metavar="N", help=of_each)
+    parser.add_argument("--threads", type=_auto_or_threads, default=threads, metavar="N", help=of_each)
     quick = "run a tiny workload to check that the benchmark works. The times are meaningless"
     parser.add_argument("--quick", action="store_true", help=quick)
     return parser
@@ -77,10 +87,13 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
     use from now on.
     """
     arguments = parser.parse_args(argv)
-    if arguments.quick:
+    if arguments.quick and hasattr(arguments, "rounds"):
         arguments.rounds = min(arguments.rounds or _QUICK_ROUNDS, _QUICK_ROUNDS)
-    if arguments.threads != "auto" and not (arguments.threads.isdecimal() and int(arguments.threads)):
-        parser.error(f"--threads must be auto or an integer of at least 1, not {arguments.threads!r}")
+    if arguments.threads == "auto" and isinstance(getattr(arguments, "processes", None), list):
+        parser.error(
+            "--threads auto is not possible here, because it depends on the number of processes. Pass an "
+            "integer of at least 1"
+        )
     if arguments.device == "cuda" and not torch.cuda.device_count():
         fail("--device cuda: torch finds no CUDA device. Use --device cpu.")
     arguments.load = Load()
@@ -113,7 +126,14 @@ class Load:
     """Measures how many CPU cores other programs use, from the creation of this object on."""
 
     def __init__(self) -> None:
-        self._began, self._cpu = time.perf_counter(), cpu_seconds()
+        self._began, self._cpu, self._ranks_cpu = time.perf_counter(), cpu_seconds(), 0.0
+
+    def count_ranks(self) -> None:
+        """Counts the CPU time of all ranks on rank 0's machine as time of this program. All ranks call it."""
+        now, host = cpu_seconds(), socket.gethostname()
+        used = 0.0 if now is None or self._cpu is None else now[1] - self._cpu[1]
+        others = (gather_objects((host, used)) or [])[1:]
+        self._ranks_cpu = sum(seconds for other_host, seconds in others if other_host == host)
 
     def other_cores(self) -> float | None:
         """Returns the mean number of cores that other programs used since this object was created.
@@ -124,7 +144,7 @@ class Load:
         if now is None or self._cpu is None:
             return None
         everyone, ours = (after - before for after, before in zip(now, self._cpu, strict=True))
-        return max(everyone - ours, 0.0) / (time.perf_counter() - self._began)
+        return max(everyone - ours - self._ranks_cpu, 0.0) / (time.perf_counter() - self._began)
 
 
 def cpu_seconds() -> tuple[float, float] | None:
@@ -162,7 +182,8 @@ def print_report(
     print(*table([header, *rows]), *notes, sep="\n")
     device_name = torch.cuda.get_device_name() if options.device == "cuda" else describe_processor()
     machine = {"device": device_name, "cores": num_cores(), "torch": torch.__version__, "commit": commit()}
-    settings = {"rounds": options.rounds, "threads": options.threads, "quick": options.quick}
+    names = ("rounds", "threads", "quick")
+    settings = {setting: value for setting in names if (value := getattr(options, setting, None)) is not None}
     print(", ".join(f"{key} {value}" for key, value in (machine | settings).items()))
     others = options.load.other_cores()
     if others is not None and others > BUSY_CORES:

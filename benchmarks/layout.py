@@ -36,7 +36,7 @@ _RING_SECONDS = 60  # includes the time that NCCL needs to open connections
 # {function of torch.distributed: (index of the message argument, times that each of n ranks sends it,
 # purpose)}.
 _COLLECTIVES = {
-    "all_reduce": (0, lambda n: 2 * (n - 1) / n, None),  # the purpose depends on the dtype
+    "all_reduce": (0, lambda n: 2 * (n - 1) / n, None),  # the purpose depends on the message
     "isend": (0, lambda n: 1, "stages"),
     "all_gather": (1, lambda n: n - 1, "gradients of puzzle rows"),
     "all_gather_single": (0, lambda n: (n - 1) / n, "weights of shards"),
@@ -44,8 +44,6 @@ _COLLECTIVES = {
     "broadcast": (0, lambda n: (n - 1) / n, "weights of shards"),
     "all_to_all_single": (1, lambda n: (n - 1) / n, "gradients of puzzle rows"),
 }
-# The blocks compute in bfloat16, and gradients are float32.
-_SUMS = {torch.bfloat16: "sums of features", torch.float32: "sums of gradients"}
 
 
 @contextlib.contextmanager
@@ -55,9 +53,6 @@ def counting() -> Iterator[dict[str, Sent]]:
     Yields a dict {purpose: (number of messages, number of bytes)} that is filled while the block runs. A
     purpose is for example "sums of gradients". The bytes of a collective are computed. Example: in an
     all-reduce of n ranks, each rank sends 2 (n - 1) / n times the size of the tensor.
-
-    The model must compute in bfloat16. Then an all-reduce of a bfloat16 tensor sums features, and one of a
-    float32 tensor sums gradients.
     """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
@@ -66,7 +61,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 
         def call(*arguments: Any, group: Any = None, **options: Any) -> Any:
             message = arguments[position]
-            purpose = usual or _SUMS.get(message.dtype, "metrics")
+            purpose = usual or _purpose_of_sum(message, is_async=options.get("async_op", False))
             num_bytes = times(dist.get_world_size(group)) * message.nbytes
             sent[purpose] = Sent(sent[purpose].messages + 1, sent[purpose].bytes + num_bytes)
             return function(*arguments, group=group, **options)
@@ -81,6 +76,11 @@ def counting() -> Iterator[dict[str, Sent]]:
     finally:
         for name, function in functions.items():
             setattr(dist, name, function)
+
+
+def _purpose_of_sum(message: Tensor, *, is_async: bool) -> str:
+    # Only sums of gradients run during other work (distributed/sync.py). Features have three axes.
+    return "sums of gradients" if is_async else "sums of features" if message.ndim > 2 else "metrics"
 
 
 def stored_bytes(state: TrainState) -> dict[str, int]:
@@ -157,7 +157,7 @@ class _Layout:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = world_parser("layout", description="Compares stored and sent bytes with formulas.")
+    parser = world_parser("layout", description="Compares stored and sent bytes with formulas.", rounds=0)
     keys = "config keys of the training, as for pretrain.py"
     parser.add_argument("--layout", nargs="+", default=(), metavar="KEY=VALUE", help=keys)
     options = parse(parser, argv)

@@ -54,7 +54,7 @@ class _Memory:
 
 def main(argv: Sequence[str] | None = None) -> None:
     description = "Measures how much memory a rank of a training needs, with and without sharding."
-    parser = world_parser("memory", description=description, compares_numbers=True)
+    parser = world_parser("memory", description=description, rounds=0, compares_numbers=True)
     of_rows = "number of puzzle embeddings (default: %(default)s)"
     parser.add_argument("--rows", type=positive, default=10**6, metavar="N", help=of_rows)
     options = parse(parser, argv)

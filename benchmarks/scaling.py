@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from benchmarks.harness import cells, fail, parse, print_report, ratio, run_main
+from benchmarks.harness import cells, fail, fraction, parse, print_report, ratio, run_main
 from benchmarks.worlds import Trainer, World, model_sizes, take_turns, world_parser
 
 
@@ -38,13 +38,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     description = "Measures the efficiency of a training on several processes, relative to one process."
     parser = world_parser("scaling", description=description, compares_numbers=True)
     least = "exit with status 1 if a weak efficiency is lower than FRACTION"
-    parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
+    parser.add_argument("--at-least", type=fraction, metavar="FRACTION", help=least)
     options = parse(parser, argv)
     most = max(options.processes)
     if options.at_least is not None and (most == 1 or (options.device == "cpu" and most > num_cores())):
         parser.error(
             "--at-least compares several processes with one, and each needs its own core: "
-            f"{most} processes, {num_cores()} cores. Pass --processes from 2 to the number of cores."
+            f"{most} processes, {num_cores()} cores. Pass --processes from 2 to the number of cores"
         )
     counts = sorted({1, *options.processes})
     turns: dict[tuple[str, int], tuple[World, str]] = {}

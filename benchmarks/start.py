@@ -49,11 +49,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help=steps)
     parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout to compare with")
     options = parse(parser, argv)
-    if options.threads == "auto":
-        parser.error(
-            "--threads auto is not possible here, because it depends on the number of processes. Pass an "
-            "integer of at least 1."
-        )
     trees = {"": REPOSITORY} | ({"beside ": options.beside.absolute()} if options.beside else {})
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -41,8 +41,16 @@ from torch.utils.benchmark import Timer, timer
 
 from benchmarks.harness import benchmark_parser, cells, parse, positive, print_report, ratio, run_main
 from benchmarks.published import PublishedTrainer
-from benchmarks.worlds import Trainer, World, spread_slots_, take_turns
+from benchmarks.worlds import (
+    Trainer,
+    World,
+    compose_training,
+    random_batches,
+    spread_slots_,
+    take_turns,
+)
 from distributed.number_format import choose_format
+from models import build_model
 from training.clock import peak_memory_bytes
 from training.metrics import FiniteCheck
 from training.model import count_steps
@@ -74,24 +82,26 @@ class Contender:
         compiles = name in _OURS and name.endswith("_compiled")
         sizes = {"puzzles": options.batch, "seq_len": options.length}
         if name in _OURS:
-            ours = self._trainer = Trainer(device, *overrides, compiles=compiles, **sizes)
+            self._trainer = Trainer(device, *overrides, compiles=compiles, **sizes)
+            config, metadata = self._trainer.config, self._trainer.metadata
             self._finite = FiniteCheck(device)
             self._step = self._our_step
         else:
-            ours = Trainer(torch.device("cpu"), *overrides, keeps_memory=False, **sizes)
+            # The memory of a training state of ours would count as that of the public code.
+            config, metadata = compose_training(device, *overrides, **sizes)
+            torch.manual_seed(config.seed)
             self._trainer = PublishedTrainer(
-                ours.config,
-                ours.metadata,
-                ours.state.model.network.state_dict(),
+                config,
+                metadata,
+                build_model(config.arch, metadata).network.state_dict(),
                 device=device,
                 compile_model=name.endswith("compiled"),
                 flash_attention=name.endswith("flash"),
             )
-            spread_slots_(self._trainer.carry, halt_max_steps=ours.config.arch.halt_max_steps)
-            self._batches = itertools.cycle(ours.batches)
+            spread_slots_(self._trainer.carry, halt_max_steps=config.arch.halt_max_steps)
+            self._batches = itertools.cycle(random_batches(options.batch, metadata))
             self._step = self._published_step
-        self._model, self.turns = ours.state.model, {"step": self._step}
-        self._counter = count_steps(ours.config, ours.metadata)
+        self.turns, self._counter = {"step": self._step}, count_steps(config, metadata)
 
     def _our_step(self) -> None:
         result = self._trainer.step()
@@ -119,7 +129,7 @@ class Contender:
 
     def count_operations(self) -> float:
         """Returns the floating-point operations of all matrix products in a training step."""
-        return self._options.batch * self._counter.flops(self._model.reasoning, trains=True)
+        return self._options.batch * self._counter.flops(self._counter.model.reasoning, trains=True)
 
     def product_rate(self) -> float:
         """Returns the speed of matrix products on this device, in operations per second.

@@ -46,13 +46,16 @@ _POLL_SECONDS = 1.0
 _CLONE_NEWNET = 0x40000000  # from sched.h of Linux
 
 
-def world_parser(name: str, *, description: str, compares_numbers: bool = False) -> OneLineParser:
+def world_parser(
+    name: str, *, description: str, rounds: int = 7, compares_numbers: bool = False
+) -> OneLineParser:
     """Returns the command-line parser of a benchmark that trains one model on several processes.
 
+    rounds: Default number of repetitions. If 0, nothing is repeated, and there is no option --rounds.
     compares_numbers: Whether the option --processes takes several numbers, because the benchmark compares
     them with one process.
     """
-    parser = benchmark_parser(name, description=description, rounds=7, threads="1")
+    parser = benchmark_parser(name, description=description, rounds=rounds, threads="1")
     options = {"nargs": "+", "default": [1, 2]} if compares_numbers else {"default": 2}
     of_processes = "numbers of processes (default: 1 2)" if compares_numbers else "processes (default: 2)"
     parser.add_argument("--processes", type=positive, metavar="N", help=of_processes, **options)
@@ -216,8 +219,6 @@ class Trainer:
     overrides: key=value arguments of pretrain.py. If they set no dtype, all ranks use the one that is fast on
     rank 0's processor.
     puzzles: Batch size of each process. rows: Number of puzzle embeddings.
-    keeps_memory: Whether the memory allocator keeps freed memory for later, as in a real training, instead of
-    returning it to the system.
     """
 
     def __init__(
@@ -228,22 +229,16 @@ class Trainer:
         rows: int = 1000,
         seq_len: int = 81,
         compiles: bool = False,
-        keeps_memory: bool = True,
     ):
-        if keeps_memory:
-            keep_freed_memory(device)
-        defaults = [f"global_batch_size={puzzles * world_size()}", f"device={device.type}"]
-        defaults.append(f"compile={str(compiles).lower()}")
-        config = compose_overrides(PretrainConfig, [*defaults, *overrides])
-        number_format = broadcast_object(find_format(config).name)  # ranks may have different processors
-        self.config = with_format(config, number_format)
-        self.metadata = usual_metadata(vocab_size=11, seq_len=seq_len, num_puzzle_identifiers=rows)
+        keep_freed_memory(device)
+        compile_mode = f"compile={str(compiles).lower()}"
+        sizes = {"puzzles": puzzles, "rows": rows, "seq_len": seq_len}
+        self.config, self.metadata = compose_training(device, compile_mode, *overrides, **sizes)
         options = {"device": device, "total_steps": TOTAL_STEPS}
         self.state = build_first_state(self.config, self.metadata, **options)
         self.state.model.train()
         spread_slots_(self.state.carry, halt_max_steps=self.config.arch.halt_max_steps)
-        count, first = len(self.state.slots), 4 * self.state.ranks.index
-        self.batches = [random_batch(count, self.metadata, seed=first + index) for index in range(4)]
+        self.batches = random_batches(len(self.state.slots), self.metadata, rank=self.state.ranks.index)
         self._device, self._clock = device, StepClock(device)
 
     def step(self) -> StepResult:
@@ -269,8 +264,23 @@ class Trainer:
         }
 
 
+def compose_training(
+    device: torch.device, *overrides: str, puzzles: int, rows: int = 1000, seq_len: int = 81
+) -> tuple[PretrainConfig, Metadata]:
+    """Returns the config of a training on random data, and the sizes of the data. As in `Trainer`."""
+    defaults = (f"global_batch_size={puzzles * world_size()}", f"device={device.type}")
+    config = compose_overrides(PretrainConfig, [*defaults, *overrides])
+    number_format = broadcast_object(find_format(config).name)  # ranks may have different processors
+    metadata = usual_metadata(vocab_size=11, seq_len=seq_len, num_puzzle_identifiers=rows)
+    return with_format(config, number_format), metadata
+
+
 def model_sizes(options: argparse.Namespace) -> tuple[str, ...]:
     return TINY if options.quick else ()  # (): HRM with 27 M weights
+
+
+def random_batches(size: int, metadata: Metadata, *, rank: int = 0) -> list[Batch]:
+    return [random_batch(size, metadata, seed=4 * rank + index) for index in range(4)]
 
 
 def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:

@@ -14,11 +14,13 @@ _LAYOUTS = LAYOUTS | {"pp4": (4, {"pipeline_parallel_degree": 4})}
 # Layout, model, and keys beside the layout's.
 _RUNS = [
     ("dp2", "hrm", {}),
+    ("dp2", "hrm", {"sync_dtype": "bfloat16"}),
     ("fsdp2", "hrm", {"arch": {"forward_dtype": "float32"}}),
     ("fsdp2", "trm", _ROWS),
     ("pp2", "transformer", {"ema": None}),
     ("tp2", "serrm", {}),
     ("tp2", "fprm", _AGAIN),
+    ("tp2", "trm", {"arch": {"forward_dtype": "float32"}}),
     ("dp2 x pp2", "urm", _PARTS),
     ("fsdp2 x pp2", "trm", {"optimizer": "muon"}),
     ("dp2 x tp2", "hrm", {"optimizer": "adamw"}),
