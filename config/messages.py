@@ -144,7 +144,8 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
     """Raises ValueError if a dataset folder is missing.
 
     The comments of the files config/experiment/*.yaml contain commands that build datasets. If one of them
-    builds the missing folder, the message contains this command.
+    builds the missing folder, the message contains this command. If the folder is the default of data_path
+    and `experiment` is None, the message contains the command of experiment=demo instead.
 
     experiment: Name of an experiment, such as "demo" for config/experiment/demo.yaml. Only the command for
         this experiment is used. If None, the commands of all experiments are used.
@@ -258,8 +259,8 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
     """Yields (key, value, comment, heading) for each key of a YAML file of config/.
 
     The line "lr: 1e-4 # learning rate" gives ("lr", "1e-4", "learning rate", heading). The heading is the
-    last comment line before the key. After the keys of the file itself, yields those that are only in the
-    files that its list `defaults` names.
+    last comment line before the key. The keys of the files in its list `defaults` follow. Keys that the file
+    itself sets are left out there.
     """
     sections: list[str] = []
     heading, keys = "", set()

@@ -1,4 +1,4 @@
-"""Translates names into today's names: those in the models' published code, and those of older versions."""
+"""Translates names of the models' published code and of older versions into today's names."""
 
 from typing import Any, NamedTuple
 

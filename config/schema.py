@@ -351,7 +351,7 @@ def validate_config(schema: type[Config], values: dict[str, Any], *, where: str 
 
     If a key or value is wrong, raises ValueError with one line about one wrong key.
 
-    where: Name of the source of the values, with which the line starts.
+    where: Name of the source of the values. The line starts with this name.
     """
     try:
         return schema.model_validate(values)

@@ -326,11 +326,13 @@ def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], in
     """Checks whether tensors with the same key are equal on all ranks that have them.
 
     All ranks call it. If all are equal, returns None. Otherwise returns (name of one tensor that differs,
-    ranks where it differs, rank with which they are compared). Example: ("lm_head.weight", [3], 0) means that
-    this tensor on rank 3 differs from the one on rank 0. The result is the same on all ranks.
+    ranks where it differs, lowest rank that has the tensor). The ranks are compared with the lowest one.
+    Example: ("lm_head.weight", [3], 0) means that this tensor on rank 3 differs from the one on rank 0. The
+    result is the same on all ranks.
 
-    tensors: {(name, part): tensor} of this rank, which may lack keys that other ranks have. If the tensor is
-    a part of a larger tensor, `part` is a tuple that describes its position. Otherwise, `part` is ().
+    tensors: {(name, part): tensor} of this rank. A rank may lack keys that other ranks have. If the tensor is
+    a part of a larger tensor, `part` is a tuple that describes its position, such as the `spans` of a
+    `Shard`. Otherwise, `part` is ().
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))

@@ -56,7 +56,7 @@ class Mesh:
         replicas: Ranks that hold the same part of the blocks, and sum the gradients of this part.
         shard_group: Ranks of `replicas` that divide the optimizer's work (ZeRO-1).
         pipeline: Ranks that run the stages of one pipeline.
-        owners: The same ranks as `pipeline`, with a second process group for another kind of messages.
+        owners: The same ranks as `pipeline`, with a second process group (see `distributed.pipeline.Ring`).
         tensor: Ranks that process the same slots and divide the weights of each block (tensor parallelism).
         holders: Ranks that together hold every weight of the blocks once.
     """

@@ -42,8 +42,8 @@ class Ring:
 
         The tensor must not change before `finish_sends` returns.
 
-        with_owner: Whether the tensor goes from its owner to the first stage, or from the last stage to its
-        owner. If False, the tensor goes from one pipeline stage to the next.
+        with_owner: Whether the tensor goes from its owner to a pipeline stage, or from a stage to its owner.
+        If False, the tensor goes from one pipeline stage to the next (in a backward pass, to the previous).
         """
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, group_dst=destination, group=self._groups[with_owner]), tensor))

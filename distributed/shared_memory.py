@@ -50,8 +50,8 @@ class SharedTensors:
     def all_gather_(self, local_range: slice) -> None:
         """Copies a range of this rank's tensor into the tensors of all other ranks.
 
-        All ranks call it, with disjoint ranges. A rank must not use its own tensor at the ranges of other
-        ranks shortly before it calls, because a faster rank may already have overwritten them.
+        All ranks call it, with disjoint ranges. There is no barrier at the start. So a faster rank may
+        overwrite its range in this rank's tensor before this rank calls the method.
         """
         for index, other in enumerate(self.of_ranks):
             if index != self._ranks.index:

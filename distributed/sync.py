@@ -61,7 +61,7 @@ class GradientSync:
 
         is_last: Whether gradients may be sent to other ranks during this backward pass. Pass True only for
         the last part of a training step. After this part, `flat.scalars` accepts no more numbers. If no part
-        has is_last=True, `finish` sends all gradients (not with DDP).
+        has is_last=True, `finish` sends all gradients. DDP needs a part with is_last=True.
         """
         with contextlib.nullcontext() if is_last else self._no_sync():
             yield

@@ -21,7 +21,8 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
 
     choice: True, False, or "auto". With "auto", the model is compiled if `num_steps` calls save more time
     than compiling takes.
-    num_steps: Number of times that the model will be called. Each call is a thinking step of a batch.
+    num_steps: Number of training steps of the run. In an evaluation, the number of calls of the model. Each
+    call is a thinking step of a batch.
     """
     with collective_errors():
         compiles = should_compile(choice, device, num_steps=num_steps)

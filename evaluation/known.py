@@ -48,7 +48,7 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     - The names of the puzzles are unknown. The caller then uses the puzzle identifier as the row.
 
     In the last case, logs a warning if the dataset is not known to be that of the training. If the number of
-    identifiers is not that of the training, there is no warning, because evaluate.py cannot load the model.
+    identifiers is not that of the training, there is no warning. `load_trained_model` then raises an error.
 
     Raises ValueError if a file is damaged.
     """

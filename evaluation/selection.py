@@ -46,7 +46,7 @@ class Settings:
         selects: Rules that select one sample, such as "vote". The first rule selects the answers from which
             all other metrics are computed.
         retry_samples: Only for a search model (LDT). If none of the first samples of a puzzle finds an
-            answer, the model runs more samples of it, up to this total number. None: no more samples.
+            answer, the model runs more samples of it, up to this total number. If None, it runs no more.
     """
 
     steps: tuple[int, ...]

@@ -32,7 +32,7 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
     """Draws the puzzle, the answer, and the answer after each thinking step as text.
 
     width: Number of characters in a line. Grids are placed side by side as long as they fit. A single wide
-    grid or the legend may be longer.
+    grid or a line of text may be longer.
     color: Whether to use ANSI color codes.
     """
     top = [

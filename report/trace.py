@@ -41,8 +41,8 @@ class TracedPuzzles:
     names         name of each puzzle, [n]. "" for a puzzle without a name
     inputs        tokens, int32 [n, seq_len]
     labels        tokens of the right answers, int32 [n, seq_len]. Cells with IGNORE_LABEL_ID are not scored.
-                  If a puzzle has several right answers and the model's last answer is one of them, it is the
-                  model's last answer
+                  If a puzzle has several right answers and the model's last answer is one of them, the label
+                  is the model's last answer
     trace         answers and probabilities after each step (`evaluation.trace.Trace`)
     num_puzzles   number of puzzles in the complete test sets. Augmented variants do not count
     has_variants  whether the test sets contain augmented variants of puzzles
