@@ -130,7 +130,7 @@ def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
     """Returns the value in a JSON file. A file that ends in .gz is decompressed.
 
     Raises ValueError if the file cannot be read, has more than `most` bytes, or is not valid JSON. JSON that
-    repeats a key, has more than 40 nested levels, or contains an integer beyond 2^64 is not valid.
+    repeats a key, has more than 40 nested levels, or contains an integer beyond 2^64 or -2^64 is not valid.
     """
     return parse_json(read_bytes(path, most=most), where=str(path))
 
