@@ -231,9 +231,9 @@ class Trained:
     def join(self, other: "Trained | None") -> "Trained":
         """Returns a `Trained` with the training examples of both `self` and `other`.
 
-        The result has the smaller `rate` of the two. It is complete if both are complete. If `other` is None,
-        returns `self`. Also returns `self` if its rate is 1, `other` is complete, and `self` contains all
-        hashes that `other` stores.
+        If `other` is None, returns `self`. Also returns `self` if its rate is 1, `other` is complete, and
+        `self` contains all hashes that `other` stores. Otherwise, the result has the smaller `rate` of the
+        two, and it is complete if both are complete.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self

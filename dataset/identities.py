@@ -1,8 +1,8 @@
 """Identities of puzzle embeddings: which puzzle identifiers of two datasets stand for the same puzzle.
 
 A puzzle identifier is a number that stands for other puzzles in other datasets. So a run also stores the
-identity of each puzzle: its name, and a digest (hash) of its ARC task if the builder knows the task. With
-several dataset folders, the name of the folder is part of the identity.
+identity of each puzzle: its name, and for an ARC task a digest (hash) of the demonstrations, if the builder
+knows the task. With several dataset folders, the name of the folder is part of the identity.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class Identities:
         """Finds the puzzle embeddings of a model that belong to the puzzles of a dataset.
 
         `self` describes the training data of the model, and `data` describes the dataset. Puzzles with equal
-        names match, unless they are ARC tasks with different grids. If the model or the dataset has several
+        names match, unless both have digests and the digests differ. If the model or the dataset has several
         folders, the name of the folder is part of each name. Returns None if some puzzle identifiers have no
         names.
         """

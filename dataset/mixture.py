@@ -27,8 +27,8 @@ def open_datasets(
 ) -> Dataset:
     """Opens one or more dataset folders as one dataset, and checks their files.
 
-    Several folders must have different names, and the same sequence length, vocabulary, padding token and
-    ignored label. Raises ValueError, with a message of one line, for every error.
+    Several folders must have different names, and the same sequence length, number of columns, vocabulary,
+    padding token and ignored label. Raises ValueError, with a message of one line, for every error.
 
     read_everything: Whether to check the value of every token, too. All files are then read.
     """
@@ -88,9 +88,9 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 def fingerprint_of(folders: Sequence[Path], splits: Sequence[str] = SPLITS) -> str:
     """Returns a hash (SHA-256, hexadecimal) of the arrays and metadata of one or several dataset folders.
 
-    The file manifest.json, which `dataset.build` writes, contains a hash of each file. If the manifest is
-    missing, or if a file is newer than the manifest or has another size, reads all files (about 1 GB/s). The
-    order of the folders matters.
+    Uses the hashes of the files in manifest.json, which `dataset.build` writes. If the manifest is missing,
+    or if a file is newer than the manifest or has another size, reads all files (about 1 GB/s). The order of
+    the folders matters.
 
     splits: Splits to include, such as ["test"].
     """

@@ -19,6 +19,8 @@ Tasks = dict[str, dict]  # {id: {"train": [{"input": grid, "output": grid}, ...]
 def make_tasks(count: int, *, seed: int = 0, largest: int = 6) -> Tasks:
     """Returns random tasks with 1 to 3 demonstration pairs and 1 or 2 test pairs.
 
+    Grids have at least 3 rows and columns of random colors. So equal pairs and symmetric tasks are very rare.
+
     largest: Largest number of rows and columns of a grid.
     """
     draw = np.random.default_rng(seed)

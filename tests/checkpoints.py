@@ -108,7 +108,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Returns {name: full tensor} of a checkpoint, except of the outer optimizer. Shards are joined."""
+    """Returns {name: full tensor} of a checkpoint without its outer optimizer. Shards are joined."""
     parts = ("weights", "ema_weights", "optimizer", "ema_state", "carry")
     found = {part: load_joined(checkpoint, part) for part in parts if find_files(checkpoint, part)}
     return {f"{part}.{name}": value for part, each in found.items() for name, value in each.items()}

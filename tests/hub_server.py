@@ -51,7 +51,7 @@ class Repository:
 
 
 class HubServer(ThreadingHTTPServer):
-    """The server. It records all requests, and can simulate two faults.
+    """The server. It records GET and POST requests, and can simulate two faults.
 
     Attributes:
         breaks_after: Number of bytes after which the next download breaks off, or None.

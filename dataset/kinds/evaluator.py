@@ -1,7 +1,8 @@
-"""The interface of evaluators, and `RowEvaluator`, the evaluator of most kinds of puzzles.
+"""The interface of evaluators, and `RowEvaluator`, which checks each answer on its own.
 
-An evaluator computes the metrics of one kind of puzzle. `RowEvaluator` checks each answer on its own. ARC has
-another evaluator, `dataset.kinds.arc.evaluator`, because the answers to all variants of a test input vote.
+An evaluator computes the metrics of one kind of puzzle. ARC has another evaluator,
+`dataset.kinds.arc.evaluator`, because the answers to all variants of a test input vote. Queens and coloring
+have another one, `dataset.many_answers`, which counts the different right answers to each puzzle.
 """
 
 from collections.abc import Callable, Sequence

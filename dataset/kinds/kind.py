@@ -96,9 +96,10 @@ class Puzzle:
     has_own_rule: ClassVar[bool] = False
     """Whether the rule differs between puzzles, as in ARC, so that each puzzle needs its own embedding."""
     has_many_answers: ClassVar[bool] = False
-    """Whether a puzzle may have several right answers. `distinct_answers` then collects them.
+    """Whether `distinct_answers` collects the different right answers of all samples.
 
-    If True, all samples of a search model (LDT) run to their end. If False, the first answer ends the search.
+    Set for kinds such as queens, but not for mazes, although a maze may have several right answers. If True,
+    all samples of a search model (LDT) run to their end. If False, the first answer ends the search.
     """
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
@@ -125,7 +126,7 @@ class Puzzle:
     def distinct_answers(self, answers: np.ndarray) -> np.ndarray:
         """Returns the right answers among a model's answers, each of them once: tokens [k, seq_len].
 
-        Only puzzles with `has_many_answers` have this method.
+        Only puzzles with `has_many_answers` implement it.
 
         answers: The model's answers to this puzzle, tokens [n, seq_len].
         """
@@ -161,8 +162,8 @@ class Puzzle:
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
     """Reshapes an array [seq_len] to [rows, columns].
 
-    num_columns: Number of columns. If None, the result is a square. If seq_len is not a square number, the
-    number of columns is then the largest divisor of seq_len up to 32.
+    num_columns: Number of columns. If None, the result is a square if possible. If None and seq_len is not a
+    square number, the number of columns is the largest divisor of seq_len up to 32.
     """
     if num_columns is not None:
         return cells.reshape(-1, num_columns)

@@ -30,8 +30,9 @@ _NAMES = {
 def translate(weights: dict[str, torch.Tensor], *, num_heads: int) -> dict[str, torch.Tensor]:
     """Converts the names and layouts of the public weights to ours.
 
-    Drops the bias of the keys, because it has no effect on attention. In the public code, the dimensions 2 i
-    and 2 i + 1 of a head are a rotary pair. Ours pairs the dimensions i and i + head_dim / 2.
+    Without rotary embeddings, drops the bias of the keys, because it then has no effect on attention. In the
+    public code, the dimensions 2 i and 2 i + 1 of a head are a rotary pair. Ours pairs the dimensions i and
+    i + head_dim / 2.
     """
     translated: dict[str, torch.Tensor] = {}
     for name, value in weights.items():

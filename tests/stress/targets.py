@@ -222,7 +222,7 @@ def _write_report(folder: Path) -> str:
 
 
 def _share(run: Path, goal: Path) -> str:
-    """Writes the files that `share push` would upload to `goal`.
+    """Writes to `goal` the files that `share push` would upload. Returns a digest of model card and config.
 
     Raises AssertionError if a text of the run would break the layout of the model card.
     """
@@ -261,7 +261,7 @@ def _read_study(folder: Path) -> str:
 
 
 def _change_study(folder: Path, draw: random.Random) -> str:
-    """Overwrites a column of a random table in study.db, or changes the bytes of the file."""
+    """Overwrites a column of a random table in study.db, or changes the file as `mutate_files` does."""
     if draw.random() < 0.3:
         return mutate_files(folder, draw)
     with sqlite3.connect(folder / "study.db") as study:

@@ -53,7 +53,7 @@ def why_not(*, delays: bool = False) -> str:
 
 
 class Machines:
-    """Machines with the addresses 10.77.0.1, 10.77.0.2, ... on interface eth0, usually node0, node1, ...
+    """Machines, usually node0, node1, ..., with addresses 10.77.0.1, 10.77.0.2, ... on interface eth0.
 
     hosts: Host name of each machine. folder: Folder with their /etc/hosts. namespaces: Name of the network
     namespace of each machine.

@@ -1,9 +1,10 @@
 """Evaluates ARC answers by vote: all views of a test input vote for an answer to the test input.
 
 A view is a test input under one transform. Each example of the test split is a view. The name of its puzzle
-identifier contains the transform, such as "0a938d79|||t3|||0214356789". The inverse transform converts the
-input of the example to the test input, and the answer of the model to the grid that gets the vote. ARC's
-score is pass@2: one of two grids must be right. Grids are bytes: number of rows, number of columns, colors.
+identifier contains the transform, such as "0a938d79|||t3|||0214356789". The name of the original is only the
+id of the task. The inverse transform converts the input of the example to the test input, and the answer of
+the model to the grid that gets the vote. ARC's score is pass@2: one of two grids must be right. Grids are
+bytes: number of rows, number of columns, colors.
 
 The public TRM tools write `identifiers.json` and `test_puzzles.json` in the same form. Invariant: metrics and
 files do not depend on the number of ranks or the batch size, because all sums are integers and ties are
@@ -94,9 +95,9 @@ class Votes:
 class ArcEvaluator:
     """Computes the metrics of ARC, such as pass@2.
 
-    If the model answers each view several times, all of these answers vote. A test input of a task counts if
-    one of the two grids with the most votes is right. pass@2 is the fraction of test inputs that count,
-    averaged over the tasks.
+    If the model answers each view several times, all of these answers vote. A test input of a task is solved
+    if one of the two grids with the most votes is right. pass@2 is the fraction of solved test inputs of a
+    task, averaged over the tasks.
     """
 
     samples_vote, only_answered = True, False

@@ -113,7 +113,7 @@ class Task:
 
     @property
     def digest(self) -> int:
-        """A hash of the demonstrations in any order, an integer of 64 bits."""
+        """A hash of the demonstrations, an integer of 64 bits. It does not depend on their order."""
         digest = hashlib.blake2b(digest_size=8)
         for key in self.content[0]:
             digest.update(len(key).to_bytes(8, "big") + key)

@@ -3,8 +3,8 @@
 A maze is a square of cells, row by row. An answer is the maze with a path on it. Both are tokens, [count,
 cells]. The length of a path is its number of cells, including start and goal.
 
-Many mazes are searched at once. A byte contains the same cell of eight mazes, so one operation on bytes does
-a step of eight searches. Invariant: random mazes depend only on (seed, stream, index) and their settings.
+Many mazes are searched at once. A byte contains the same cell of eight mazes, so a few operations on bytes
+do a step of eight searches. Invariant: random mazes depend only on (seed, stream, index) and their settings.
 """
 
 import math
@@ -180,8 +180,8 @@ def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
     """Makes mazes without loops by depth-first search. Returns their open cells, bool [cells, count].
 
     The search first opens the cell with the largest height. Each further step opens a closed cell that
-    touches exactly one open cell. Of several such cells, the search opens one beside the cell that it opened
-    last. Of several beside this cell, it opens the one with the largest height.
+    touches exactly one open cell. Of several such cells, the search opens one beside the most recently opened
+    cell that has such a neighbor. Of several neighbors, it opens the one with the largest height.
 
     heights: Random number of each cell, uint16 [cells, count].
     """

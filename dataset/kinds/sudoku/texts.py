@@ -1,8 +1,8 @@
 """Reads Sudokus as people write them: rows of cells, drawings with frames, lists with one puzzle per line.
 
-The symbols are digits, then letters: 1 to 9 and A to G for a 16x16 grid, 1 to 9 and A to P for 25x25. Large
-grids may also be written with letters only (A is 1), or with numbers separated by spaces. 16x16 grids may
-also be written with 0 to F. An empty cell is one of `EMPTY_CELLS`.
+The symbols are digits, then letters: 1 to 9 and A to G for a 16x16 grid, 1 to 9 and A to P for 25x25. Grids
+larger than 9x9 may also be written with letters only (A is 1), or with numbers separated by spaces. 16x16
+grids may also be written with 0 to F. An empty cell is one of `EMPTY_CELLS`.
 """
 
 import math
