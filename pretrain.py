@@ -80,12 +80,13 @@ def train(program: Program[PretrainConfig]) -> int:
     # the checkpoint at this path. If there is no checkpoint, load the weights of the model that the key
     # `init_from` names, if it is set.
     checkpoints = open_checkpoints(config, data)
-    with program.watchdog.paused():  # The watchdog ends several ranks that hang. Loading may take long.
+    # With several ranks, the watchdog ends a run that hangs. Loading may take long, so pause the watchdog.
+    with program.watchdog.paused():
         # A checkpoint is saved before the row of its step is logged in metrics.jsonl. So an earlier launch
         # may have stopped between the two. `resume` then returns False, and `run_steps` logs the row. At step
         # 0, there is no row to log, so it returns True.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles that this run trains on, or that a model was trained on from which the run started. If
+    # Find test puzzles that are training puzzles of this run, or of a checkpoint that it started from. If
     # there are any, log a warning, or end the run with an error (config key `leaks`). `open_data` has already
     # compared the training data of this run, before anything was loaded.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)

@@ -50,7 +50,7 @@ class CheckpointWriter:
         if this is unknown. The writing thread may call it.
 
     On rank 0, `failure` is the reason why the last save failed, or None if it succeeded. `saved` contains the
-    folders of the checkpoints that were written, oldest first. The caller may remove them.
+    folders of the checkpoints that were written, oldest first. The caller may remove entries of `saved`.
     """
 
     def __init__(self, run_folder: Path, *, keep: int | None, best_of: Callable[[Iterable[int]], int | None]):

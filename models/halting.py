@@ -152,8 +152,9 @@ class HaltingModel(nn.Module):
             carry: Carry before the step. In training, pass the result of `refill`. In an evaluation, pass the
                 result of `refill` in the first step, and then the carry that the previous step returned.
             reasoning: Settings, such as the largest number of thinking steps for each puzzle, the number of
-                cycles in a step, and the noise. Training passes the attribute `reasoning`, in which a
-                curriculum may replace values. An evaluation passes the result of `eval_reasoning`.
+                cycles in a step, and the noise. Training passes the attribute `reasoning` with the current
+                `progress`, and with the cycles of a curriculum. An evaluation passes the result of
+                `eval_reasoning`.
             rng: Random numbers of the slots. They are needed for noise, dropout and exploration
                 (`sample_exploration`). LDT and Flow always need them.
 

@@ -7,7 +7,8 @@ training step runs one thinking step of every slot. The texts below describe the
 Thinking step      `HRM.forward` below: two H cycles. An H cycle calls level L twice, then level H once.
 Gradient           The last call of L and the last call of H have gradient. All earlier calls, and earlier
                    thinking steps, have none.
-Puzzle embedding   A learned vector for each puzzle identifier, in position 0, before the cells.
+Puzzle embedding   A learned vector for each puzzle identifier, in position 0, before the cells. It is updated
+                   as in TRM (models/puzzle_embedding.py).
 Halting            Training: A slot halts after 16 thinking steps, or earlier if q_halt > q_continue and
                    exploration allows it. Evaluation: By default after 16 steps (models/halting.py).
 Loss               The loss of TRM (models/trm.py), plus 0.5 times the binary cross-entropy of q_continue. The
@@ -40,7 +41,7 @@ class HRM(TokenNetwork):
 
     e is the embedded puzzle. L(z, x) and H(z, x) apply two stacks of transformer blocks, `L_level` and
     `H_level`, to the sum z + x. By default, H_cycles and L_cycles are 2, and each stack has 4 blocks. By
-    default, a puzzle halts if q_halt > q_continue.
+    default, the network wants to halt if q_halt > q_continue.
 
     e, z_H and z_L are [batch, positions, hidden] in the dtype of the activations. The first positions contain
     the puzzle embedding (by default 1 position). The cells (tokens) of the puzzle follow.

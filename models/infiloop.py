@@ -20,7 +20,7 @@ _FIRST_DECAY = 0.55  # initial b, the best one in the paper's experiments
 
 
 class Gate(nn.Module):
-    """Computes the weighted mean of the values of a hidden state after all calls of a module.
+    """Computes the weighted mean of an initial hidden state and the results of all calls of a module.
 
     If z_0 is the initial state and z_t the result of call t, the state after call t is N_t / D_t:
 

@@ -177,8 +177,7 @@ class Dropout(NamedTuple):
     a tensor [rows, ...], in which each slot (position of the batch) has rows / batch consecutive rows.
 
     Attributes:
-        keys: A random key for each slot, int64 [batch], for example from
-            `models.random.sample_keys`.
+        keys: A random key for each slot, int64 [batch], for example from `models.random.sample_keys`.
         stream: Index of this dropout in the network. It gives each dropout different zeros.
         probability: Probability that an element becomes 0. Other elements are divided by 1 - probability.
     """
@@ -196,8 +195,8 @@ class Dropout(NamedTuple):
 class Attention(nn.Module):
     """A multi-head self-attention without a causal mask.
 
-    `forward` takes x, [batch, positions, hidden], and the result of `rotary_table`. If the latter is None,
-    there are no rotary position embeddings.
+    `forward` takes x, [batch, positions, hidden], and `rotary`, the result of `rotary_table`. If `rotary` is
+    None, there are no rotary position embeddings.
 
     head_dim: Width of a head. If None, hidden_size / num_heads. bias: Whether the projections have biases.
     has_rotary: Whether `forward` will get a rotary table. If False, the keys have no bias, because it would

@@ -9,8 +9,8 @@ move of each board (`LDT.forward`):
        digit     [batch, loops, cells, values]  which value does this cell have?
        conflict  [batch, loops]                 is the board lost?
 2. `move` removes the candidates that are unlikely by keep. If the board is now neither solved nor
-   contradictory, `move` guesses: it samples an open cell, and one of the cell's values by digit. It removes
-   all other candidates of this cell.
+   contradictory, `move` guesses: it samples an open cell, and one of the cell's candidates by digit. It
+   removes all other candidates of this cell.
 3. The board after the move gives the answer (logits, q_halt), and decides whether the slot halts.
 
 Words for boards and cells:
@@ -40,7 +40,7 @@ Halting   Training: A slot halts if its board is solved, if the board is both co
 
 There is no puzzle embedding and no Q head. q_halt is 5 if the board is solved, else -5. With
 arch.boards_per_slot > 1, a slot stores several boards in training. Each training step picks one of them at
-random. The other boards do not change. training/step.py and evaluation/loop.py call LDT like all models.
+random. The other boards do not change. training/step.py and evaluation/loop.py call LDT like any other model.
 
 Difference from the paper's code: There, a second forward pass computes the moves, after the update of the
 weights. Here, one forward pass gives the loss and the move. So the weights before the update decide the

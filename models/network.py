@@ -44,8 +44,8 @@ class Network(nn.Module):
             puzzle, the first one that finds an answer decides.
         is_random: Whether every evaluation needs random numbers.
         of_data: Names of the tensors in a checkpoint that describe the training data, such as "candidates".
-        boards_per_slot: Number of puzzles that a slot stores in training. Each training step works
-            on one of them.
+        boards_per_slot: Number of puzzles that a slot stores in training. Each training step works on one of
+            them.
         num_answers: Maximum number of right answers that a training batch contains for each puzzle. If 1, the
             batch contains only the label.
         dtype: Dtype of activations and hidden states.
@@ -205,7 +205,7 @@ class TokenNetwork(Network):
     def answer(self, z_H: Tensor) -> Prediction:
         """Applies the output layers to a hidden state. Returns logits, q_halt and q_continue.
 
-        z_H: Hidden state of the answer, [batch, positions, hidden].
+        z_H: Hidden state z_H, for example after a thinking step, [batch, positions, hidden].
         """
         logits = self.lm_head(z_H)[:, self.num_puzzle_positions :]
         return Prediction(logits, *self.q_values(z_H))

@@ -139,7 +139,7 @@ class SlotRng:
     def normal(self, shape: Sequence[int], *, use: str) -> Tensor:
         """Returns standard normal numbers: float32 [batch, *shape].
 
-        They are computed from 24 random bits each, so none is beyond 5.2.
+        Each is computed from 23 random bits, so its absolute value is at most 5.3.
         """
         return math.sqrt(2) * torch.erfinv(self._symmetric(shape, use))
 

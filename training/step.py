@@ -19,8 +19,8 @@ what is different with this key.
     - arch=ldt with boards_per_slot > 1: A slot has several puzzles, called boards. First pick a board of
       every slot at random. The rest of the training step reads and changes only the picked boards.
  3. Determine the divisors of the loss. Most models divide the loss only by the number of slots of all ranks.
-    - arch=ldt: Two terms of the loss have other divisors, a number of cells and a number of boards
-      (models/ldt.py). Sum these numbers over ranks.
+    - arch=ldt: One term of the loss has another divisor, a number of cells. With arch.balanced_conflict,
+      another term depends on a number of boards (models/ldt_objective.py). Sum these numbers over ranks.
     - local_steps > 1: Each rank trains alone. It divides by its own numbers of slots, cells and boards.
     - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, or on the ranks of one tensor-parallel
       group. Before the divisors, fetch the embeddings of this rank's slots.
@@ -31,7 +31,7 @@ what is different with this key.
       all slots. arch.q_target=deferred: Run it now only for slots that halt. Any other slot runs it in the
       next training step, which then adds the loss of this q_continue to its own loss (models/objective.py).
     - sync=flat: The last backward pass sends the gradients of the dense weights in groups (buckets), while it
-      computes the next ones.
+      computes the next ones. With local_steps > 1, a pipeline or tensor parallelism, it sends none of them.
     - sync=ddp: torch's DistributedDataParallel does the same, and waits for the sums.
     - pipeline_parallel_degree: Each rank has some of the blocks. The activations of a slot pass through the
       ranks of a pipeline (distributed/pipeline.py).
@@ -68,13 +68,14 @@ what is different with this key.
     - train_only=puzzle_embeddings: The dense weights have no gradients, and do not change.
  8. Make the next forward pass use the updated weights. If the blocks compute in bfloat16, this rounds the
     weights of the blocks to bfloat16, except with sync=ddp.
-    - data_parallel_shard_degree: Each rank then sends the weights that it has updated to the other ranks.
+    - data_parallel_shard_degree: Each rank then sends its part of the divided weights to the other ranks.
     - tensor_parallel_degree: Sum the stop requests over the ranks of a group, because part 6 does not.
     - local_steps=n > 1: In every n-th training step, and in the last one of the run, first merge: all ranks
       get common weights, by default the mean of their weights (`LocalSteps` in training/strategy.py). A
       puzzle embedding becomes the mean over the ranks that have changed it. A merge also computes three
       results over all ranks and all training steps since the previous merge: the mean loss, the mean gradient
-      norm, and the sum of the stop requests.
+      norm, and the sum of the stop requests. With sync_dtype=bfloat16, a merge rounds the numbers that it
+      sends for these results and for the dense weights to bfloat16.
  9. If `ema` is set, update the moving averages of the dense weights. The average of a puzzle embedding is not
     updated here, but just before the embedding changes again (optimizers/puzzle_table_average.py).
     - local_steps > 1: Only a merge updates these averages, for all training steps since the previous merge.
@@ -127,7 +128,7 @@ def train_step(
     Returns:
         The loss, the gradient norm before clipping, and the sum of the stop requests. This sum is positive if
         a signal has asked any rank to stop. All three are equal on all ranks. With local_steps > 1, all three
-        are None if the step is no merge. The field `averaged_steps` is described at part 9 in `update`.
+        are None in a step without a merge. The field `averaged_steps` is described at part 9 in `update`.
     """
     state.step += 1
     network = state.model.network

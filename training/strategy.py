@@ -230,8 +230,9 @@ class LocalSteps(Strategy):
     def _synced_steps(self, step: int) -> range:
         """Returns the steps since the previous merge, if the ranks merge their weights after `step`.
 
-        Otherwise, returns an empty range. Steps before the loaded checkpoint are left out. Example: with
-        resume=PATH, the other run had local_steps=1, and has saved the checkpoint between two merges.
+        Otherwise, returns an empty range that starts at the first of them. Steps up to the step of the loaded
+        checkpoint are left out. Example: with resume=PATH, the other run had local_steps=1. Its checkpoint
+        may lie between two merges of this run.
         """
         steps = synced_steps(step, **self._interval)
         return range(max(steps.start, self._anchor_step + 1), steps.stop)
