@@ -82,10 +82,9 @@ what is different with this key.
 10. Add the metrics of this rank to the sums for the next log row.
 
 With a curriculum, the data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
-change during the run.
-`PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse keys that cannot
-be combined. The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this
-later.
+change during the run. `PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py
+refuse keys that cannot be combined. The step does not check whether the loss is finite. `Monitor`
+(training/monitor.py) does this later.
 """
 
 from collections.abc import Callable
