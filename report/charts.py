@@ -38,7 +38,7 @@ _SETTINGS = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
 }
-_FRACTION = "{x:.2g}"  # format of tick labels
+_FRACTION = "{x:.3g}"  # format of tick labels
 _MOST_POINTS = 240  # per line; longer lines are averaged
 _PANELS_A_ROW, _LINE_HEIGHT, _EDGE = 3, 20, 12  # layout of `chart_file`; the last two in points
 

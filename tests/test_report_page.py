@@ -24,7 +24,7 @@ from evaluation.intervals import wilson_interval
 from evaluation.trace import record_trace
 from models.trm import TRM
 from report.__main__ import main
-from report.charts import duration
+from report.charts import Line, duration, line_chart
 from report.compare import comparison_charts
 from report.page_content import learning_charts
 from report.run import RunRecord, read_run
@@ -390,3 +390,10 @@ def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_labels_of_a_narrow_axis_differ():
+    line = Line("model", [1, 2, 3], [0.693, 0.705, 0.712], "series1")
+    svg = line_chart("accuracy", [line], x_label="step", share=True).svg
+    labels = re.findall(r">(0\.\d+)</text>", svg)
+    assert len(labels) == len(set(labels)) > 2
