@@ -72,9 +72,9 @@ def main() -> None:
 def evaluate(program: Program[EvaluateConfig]) -> None:
     """Evaluates the checkpoints of the config one after the other. All ranks call it.
 
-    If there are several checkpoints, all with the same arch.name and the same test splits, rank 0 also prints
-    the mean and the standard deviation of each metric. If the config has an output_dir, rank 0 also writes
-    these numbers to summary.json.
+    If there are several checkpoints and all have the same arch.name and the same test splits, rank 0 also
+    prints the mean and the standard deviation of each metric. If the config has an output_dir, rank 0 writes
+    them to summary.json.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here

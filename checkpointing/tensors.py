@@ -231,8 +231,9 @@ def _open(path: Path) -> safe_open:
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
     """Parses and checks the description of a shard in the metadata of its file, an untrusted JSON value.
 
-    Returns (positions of the elements in the flattened full tensor, shape of the full tensor, whether the
-    full tensor is [ranks, ...] with one row for each rank). Raises ValueError if the description is damaged.
+    Returns (spans, shape, is_by_rank). `spans` are the positions of the elements in the flattened full
+    tensor. `shape` is the shape of the full tensor. `is_by_rank` is True if the full tensor is [ranks, ...],
+    with one row for each rank. Raises ValueError if the description is damaged.
 
     entry: The description [spans, shape, is_by_rank]. num_stored: Number of elements that the file stores for
     this shard. where: File and name of the shard, for messages.

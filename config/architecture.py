@@ -231,8 +231,8 @@ class TRMSingleZConfig(TRMConfig):
 class InfiLoopConfig(RecursiveConfig):
     """The config of TRM with InfiLoop's gate.
 
-    With the gate, a latent state is a learned weighted mean of its initial value and of the results of all
-    calls of the level since then.
+    With the gate, a latent state is a weighted mean of its initial value and of the results of all calls of
+    the level since then. The weights of this mean are learned.
     """
 
     title: ClassVar[str] = "InfiLoop"

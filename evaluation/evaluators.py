@@ -117,9 +117,9 @@ class Evaluators:
         return next(found, None)
 
     def check(self, settings: Settings | None) -> None:
-        """Raises ValueError if an evaluator cannot do what the settings ask for. Does nothing for None.
+        """Raises ValueError if an evaluator cannot do what the settings ask for.
 
-        Example: select=rules for a test set whose puzzles have no rules.
+        Example: select=rules, but the puzzles of a test set have no rules. settings: If None, does nothing.
         """
         for name in self._data.splits["test"].sets if settings is not None else ():
             if settings.retry_samples is not None and self.needs_all_samples(name):

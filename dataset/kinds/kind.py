@@ -2,7 +2,7 @@
 
 dataset/kinds/evaluator.py contains the interface of an evaluator.
 
-A new kind is a package in this folder, or a plugin, that defines `KIND`. No other file lists the kinds. The
+A new kind is a package in this folder, or a plugin, that defines `KIND`. No other module lists the kinds. The
 module `build` in the package of a kind builds its datasets (dataset/build/__init__.py describes the
 interface). If a kind needs a new family of transforms, it adds the family to `AUGMENTATIONS` under the name
 of the kind. dataset/symmetry.py finds puzzles that are equal up to symmetry only for the families and kinds
