@@ -70,6 +70,35 @@ def test_a_better_learning_rate_replaces_the_results_of_the_old_one(tmp_path, mo
     assert [(row["model"], row["lr"]) for row in after["results"]] == [("TRM", 0.003), ("HRM", 0.0003)]
 
 
+def test_an_interrupted_comparison_keeps_each_rate_and_has_the_first_seed_of_all_models(
+    tmp_path, monkeypatch
+):
+    plan = read_yaml(REPOSITORY / "records/comparison.yaml")
+    plan["models"] = {name: plan["models"][name] for name in ("TRM", "HRM")}
+    plan["trainings"] = [{"rung": "demo", "petaflops": 0.3, "seeds": [0, 1]}]
+    row = json.loads((REPOSITORY / "records/comparison/comparison.json").read_text())["results"][0]
+
+    def tune_one(plan, model_name, lr, folder, **options):
+        if lr == plan["models"][model_name]["rates"][1]:
+            raise KeyboardInterrupt
+        return _tune(plan, model_name, lr, folder, **options)
+
+    def stored() -> dict:
+        return json.loads((tmp_path / "comparison.json").read_text())
+
+    monkeypatch.setattr(comparison, "tune", tune_one)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.compare(plan, tmp_path)
+    assert [tried["lr"] for tried in stored()["tuning"]["TRM"]] == [0.003]
+
+    monkeypatch.setattr(comparison, "tune", _tune)
+    monkeypatch.setattr(comparison, "build_rerun", lambda *_, **__: None)
+    monkeypatch.setattr(comparison, "train", lambda _, seed: row | {"seed": seed})
+    comparison.compare(plan, tmp_path)
+    order = [(found["seed"], found["model"]) for found in stored()["results"]]
+    assert order == [(0, "TRM"), (0, "HRM"), (1, "TRM"), (1, "HRM")]
+
+
 def test_a_comparison_refuses_results_with_other_settings(tmp_path, monkeypatch):
     plan = read_yaml(REPOSITORY / "records/comparison.yaml")
     plan["models"] = {name: plan["models"][name] for name in ("TRM", "HRM")}
