@@ -1,90 +1,72 @@
 """One training step: every slot does one thinking step on its puzzle, then the weights are updated.
 
 A thinking step is one forward pass of the network, from a puzzle and a latent state to an answer and a new
-latent state (in LDT, the state is a board). A slot is one position of the global batch. The ranks divide the
-slots among themselves. A slot keeps its puzzle for several training steps, until the slot halts.
-models/halting.py has the rules of halting. Then the slot takes a new puzzle. `state.carry` contains the
-puzzles and latent states of this rank's slots. The latent states are detached, so no gradient flows into an
-earlier training step.
+latent state. A slot is one position of the global batch. Each rank has some of the slots. A slot keeps its
+puzzle for several training steps, until it halts (models/halting.py). Then it takes a new puzzle.
+`state.carry` contains the puzzle and the latent state of each slot of this rank.
 
 In some models, each puzzle identifier has a learned vector, its puzzle embedding. All other weights are
 called dense weights.
 
-`train_step` has ten parts. The comments in the code have the same numbers. An entry with a config key says
-what is different with this key.
+A training step has ten parts. The comments in the code have the same numbers.
 
- 1. Draw random numbers for each slot on the host, such as those of exploration (models/halting.py).
- 2. The batch has one new puzzle for every slot. Each halted slot takes its new puzzle, with an initial latent
-    state. The new puzzles of all other slots are not used.
-    - arch=ldt with boards_per_slot > 1: A slot has several puzzles, called boards. First pick a board of
-      every slot at random. The rest of the training step reads and changes only the picked boards.
- 3. Determine the divisors of the loss. Most models divide the loss only by the number of slots of all ranks.
-    - arch=ldt: One term of the loss has another divisor, a number of cells. With arch.balanced_conflict,
-      another term depends on a number of boards (models/ldt_objective.py). Sum these numbers over ranks.
-    - local_steps > 1: Each rank trains alone. It divides by its own numbers of slots, cells and boards.
-    - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, or on the ranks of one tensor-parallel
-      group. Before the divisors, fetch the embeddings of this rank's slots.
- 4. Zero the gradients. Divide this rank's slots into `gradient_accumulation_steps` micro-batches. For each of
-    them, run the thinking step, decide which slots halt, compute the loss, and run the backward pass.
-    - arch.no_ACT_continue=false: The network is also trained to predict q_continue. The target comes from the
-      next thinking step of the slot. arch.q_target=exact: Run that thinking step now, without gradient, for
-      all slots. arch.q_target=deferred: Run it now only for slots that halt. Any other slot runs it in the
-      next training step, which then adds the loss of this q_continue to its own loss (models/objective.py).
-    - sync=flat: The last backward pass sends the gradients of the dense weights in groups (buckets), while it
-      computes the next ones. With local_steps > 1, a pipeline or tensor parallelism, it sends none of them.
-    - sync=ddp: torch's DistributedDataParallel does the same, and waits for the sums.
-    - pipeline_parallel_degree: Each rank has some of the blocks. The activations of a slot pass through the
-      ranks of a pipeline (distributed/pipeline.py).
-    - tensor_parallel_degree: The ranks of a group have the same slots, and each rank has a part of each
-      matrix of the blocks. Sum activations over the group (distributed/tensor.py).
-    - torchrun --nnodes MIN:MAX: Ranks may have unequal numbers of slots and micro-batches. A rank without
-      slots runs one empty micro-batch, because the other ranks wait for its messages.
- 5. Store the puzzles and latent states in `state.carry`.
+ 1. Draw random numbers for each slot.
+ 2. Put a new puzzle and its initial latent state into each slot that has halted.
+ 3. Determine the divisor of the loss, which is the number of slots of all ranks.
+ 4. Zero the gradients. Run the thinking step, decide which slots halt, compute the loss, and run the backward
+    pass. If `gradient_accumulation_steps` > 1, do this for one part of the slots (micro-batch) after another.
+ 5. Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
+    gradient flows into an earlier training step.
  6. Sum over ranks: the gradients, the loss, and the stop requests. The stop request of a rank is 1 if a
-    signal has asked this rank to stop, and else 0.
-    - sync=auto: If all ranks are CPU processes of one Linux node and can share memory, sum the gradients of
-      the dense weights in shared memory. Otherwise, sync=auto means sync=flat, also with keys that shared
-      memory does not support (`build_flats` in optimizers/weights.py).
-    - sync=flat: Wait for the sums of the gradients that part 4 has sent. With a pipeline or tensor
-      parallelism, part 4 has sent none, so send them here.
-    - sync=ddp: Sum the rest: the loss, the stop requests and the gradients of puzzle embeddings.
-    - sync_dtype=bfloat16: The gradients of the dense weights, the loss and the stop requests are rounded to
-      bfloat16 before they are sent.
-    - pipeline_parallel_degree: Sum the gradients of a block only over the ranks that have this block.
-    - tensor_parallel_degree: Sum over the ranks that have the same part of the matrices, one of each group.
-      The gradients need no sum within a group.
-    - puzzle_emb_sharding=rows: Send the gradient of each puzzle embedding to the ranks that have it.
-    - local_steps > 1: Sum nothing.
- 7. Clip the gradients of the dense weights if `grad_clip_norm` is set. Update the dense weights with the
-    optimizer. Update the puzzle embeddings that any slot of the batch uses, with sign SGD.
-    - data_parallel_shard_degree: The weights are divided among ranks. Each rank has the optimizer state of
-      its part, and updates only this part. If the blocks compute in bfloat16 (except with sync=ddp), and with
-      a pipeline or tensor parallelism, only the weights of the blocks are divided. Each rank then updates
-      all other weights. In shared memory, the weights are divided by default.
-    - puzzle_emb_sharding=rows: Only the ranks that have a puzzle embedding update it.
-    - pipeline_parallel_degree, tensor_parallel_degree: To get the norm of all gradients, sum squared norms
-      over the ranks that have different weights.
-    - local_steps > 1: Each rank clips and uses its own gradients.
-    - train_only=puzzle_embeddings: The dense weights have no gradients, and do not change.
- 8. Make the next forward pass use the updated weights. If the blocks compute in bfloat16, this rounds the
-    weights of the blocks to bfloat16, except with sync=ddp.
-    - data_parallel_shard_degree: Each rank then sends its part of the divided weights to the other ranks.
-    - tensor_parallel_degree: Sum the stop requests over the ranks of a group, because part 6 does not.
-    - local_steps=n > 1: In every n-th training step, and in the last one of the run, first merge: all ranks
-      get common weights, by default the mean of their weights (`LocalSteps` in training/strategy.py). A
-      puzzle embedding becomes the mean over the ranks that have changed it. A merge also computes three
-      results over all ranks and all training steps since the previous merge: the mean loss, the mean gradient
-      norm, and the sum of the stop requests. With sync_dtype=bfloat16, a merge rounds the numbers that it
-      sends for these results and for the dense weights to bfloat16.
- 9. If `ema` is set, update the moving averages of the dense weights. The average of a puzzle embedding is not
-    updated here, but just before the embedding changes again (optimizers/puzzle_table_average.py).
-    - local_steps > 1: Only a merge updates these averages, for all training steps since the previous merge.
+    signal such as Ctrl-C has asked this rank to stop, and else 0.
+ 7. If `grad_clip_norm` is set, clip the gradients of the dense weights. Then the optimizer updates the dense
+    weights, and sign SGD updates the puzzle embeddings of the puzzles in the batch.
+ 8. Make the next forward pass use the updated weights. If the blocks compute in bfloat16, this rounds their
+    weights to bfloat16.
+ 9. If `ema` is set, update the moving averages of the dense weights. The average of a puzzle embedding is
+    updated later, when the embedding changes again (optimizers/puzzle_table_average.py).
 10. Add the metrics of this rank to the sums for the next log row.
 
-With a curriculum, the data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
-change during the run. `PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py
-refuse keys that cannot be combined. The step does not check whether the loss is finite. `Monitor`
-(training/monitor.py) does this later.
+These config keys change a part. Each entry begins with the numbers of the parts.
+
+- `sync=flat` (4, 6): The last backward pass sends the gradients in groups (buckets), while it computes the
+  next ones. Part 6 waits for the sums. With a pipeline or tensor parallelism, part 6 sends all of them
+  (distributed/sync.py).
+- `sync=ddp` (4, 6, 8): torch's DistributedDataParallel sends the gradients and waits for the sums in part 4.
+  Part 6 sums the rest. Weights are not rounded in part 8.
+- `sync=auto` (6): If all ranks are CPU processes of one Linux node, they sum the gradients in shared memory.
+  Otherwise, auto means flat.
+- `sync_dtype=bfloat16` (6, 8): Round the gradients of the dense weights, the loss and the stop requests to
+  bfloat16 before they are sent. A merge (see `local_steps`) rounds what it sends, except puzzle embeddings.
+- `data_parallel_shard_degree` (7, 8): Each rank updates only its part of the weights. Part 8 then sends this
+  part to the other ranks (distributed/flat.py).
+- `local_steps=n` (3, 6, 7, 8, 9): Each rank trains alone. It uses its own number of slots as the divisor, and
+  part 6 sums nothing. After every n-th step, part 8 replaces the weights of all ranks by common weights,
+  by default their mean. This is a merge (`LocalSteps` in training/strategy.py). It also sums the losses and
+  stop requests since the previous merge. Part 9 happens only after a merge.
+- `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is on one rank. Part 3 fetches the embeddings of
+  this rank's slots, and part 6 sends their gradients back. The rank of an embedding updates it.
+- `train_only=puzzle_embeddings` (4, 6, 7): The dense weights have no gradients, and do not change.
+- `pipeline_parallel_degree` (4, 6, 7): Each rank has some of the blocks. The activations of a slot pass
+  through all ranks of a pipeline. Only ranks with the same blocks sum gradients. To clip, the ranks of a
+  pipeline sum their squared norms (distributed/pipeline.py).
+- `tensor_parallel_degree` (4, 6, 7, 8): The ranks of a group have the same slots, and each has a part of each
+  matrix of the blocks. They sum activations in part 4, squared norms in part 7, and stop requests in part 8.
+  Only ranks with the same parts sum gradients (distributed/tensor.py).
+- `torchrun --nnodes MIN:MAX` (4): Ranks may have different numbers of slots. A rank without slots runs one
+  empty micro-batch, because the other ranks wait for its messages.
+- `arch.no_ACT_continue=false` (4): The network also predicts q_continue, and the target comes from the next
+  thinking step of the slot. With `arch.q_target=exact`, this step runs now, without gradient. With
+  `deferred`, it runs now only for slots that halt. The next training step adds the loss of the other slots
+  (models/objective.py).
+- `arch=ldt` (2, 3): The state is a board. If a slot has several boards, the step uses one of them, picked at
+  random. The loss has more divisors, summed over ranks in part 3 (models/ldt_objective.py).
+- `curriculum`: The data (dataset/plan.py) and the settings of the thinking step (training/schedule.py) change
+  during the run.
+
+`PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse keys that cannot
+be combined. The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this
+later.
 """
 
 from collections.abc import Callable
