@@ -46,7 +46,7 @@ from training.step import train_step
 
 
 def main() -> None:
-    """Trains with the config on the command line. Every process of a run calls it, as one rank."""
+    """Trains with the config on the command line. Every process of a launch calls it, as one rank."""
     with launch(PretrainConfig, compose_run) as program:
         # Out-of-memory errors, and errors of the compiler's cache, become a message of one line.
         advice = memory_advice(program.config, program.device)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def train(program: Program[PretrainConfig]) -> int:
-    """Trains until the run ends, or until a signal such as Ctrl-C stops it. All ranks call it.
+    """Trains until the run or this launch ends, or until a signal stops it. All ranks call it.
 
     Returns the exit status of this process.
     """
@@ -76,19 +76,17 @@ def train(program: Program[PretrainConfig]) -> int:
     # training step puts puzzles into the slots.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Load the newest checkpoint of the run. If the run has none and the config key `resume` is a path, load
-    # the checkpoint at this path. If there is no checkpoint, load the weights of the model that the key
-    # `init_from` names, if it is set.
+    # Overwrite the state of step 0 with the first of these that exists: the newest checkpoint of the run, the
+    # checkpoint that the config key `resume` names, the weights that the key `init_from` names.
     checkpoints = open_checkpoints(config, data)
     # With several ranks, the watchdog ends a run that hangs. Loading may take long, so pause the watchdog.
     with program.watchdog.paused():
-        # A checkpoint is saved before the row of its step is logged in metrics.jsonl. So an earlier launch
-        # may have stopped between the two. `resume` then returns False, and `run_steps` logs the row. At step
-        # 0, there is no row to log, so it returns True.
+        # False if the row of the loaded step is missing in metrics.jsonl, because an earlier launch stopped
+        # after it saved the checkpoint and before it logged the row. `run_steps` then logs the row.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles that are training puzzles of this run, or of a checkpoint that it started from. If
-    # there are any, log a warning, or end the run with an error (config key `leaks`). `open_data` has already
-    # compared the training data of this run, before anything was loaded.
+    # Find test puzzles that are training puzzles. If there are any, log a warning, or end the run with an
+    # error (config key `leaks`). `open_data` has compared the training puzzles of this run. Now also compare
+    # those of a checkpoint that the run started from.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
@@ -132,8 +130,8 @@ def run_steps(
 
     Returns whether a signal such as Ctrl-C stopped the run.
 
-    is_logged: Whether metrics.jsonl has the row of the current step. If False, this function first logs it if
-    it is due.
+    is_logged: Whether metrics.jsonl has the row of the current step. If False, this function first logs the
+    row, if the step has one. At step 0, pass True.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over this rank's batches, with up to `num_answers` right answers of each puzzle.
@@ -141,7 +139,7 @@ def run_steps(
     #   most 60 s for the checkpoint that is being saved.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
-    #   one. `is_agreed()` returns whether all ranks know that one of them has, so that they stop together.
+    #   one. `is_agreed()` becomes True after the same step on all ranks, so that they stop together.
     #   A rank ends itself if it does not stop in time (distributed/signals.py).
     with (
         data.read_train_batches(
@@ -181,8 +179,8 @@ def run_steps(
                     with monitor.paused("evaluating"):
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        # A signal interrupted the evaluation. The next launch evaluates again and logs the
-                        # row, with the training metrics in the checkpoint of this step.
+                        # A signal interrupted the evaluation. The next launch evaluates again. Then it logs
+                        # the row. The checkpoint contains the training metrics of the row.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -210,12 +208,11 @@ def run_steps(
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. If any rank has
             # received a signal, the sum `stop_requests` is positive on all ranks, and `is_agreed()` becomes
-            # True on all ranks. On CUDA, the sum is read one sum later. With local_steps > 1, most steps have
-            # no sum.
+            # True on all ranks. On CUDA, the host reads a sum only when it records the next one.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
-            # Some tensors must be equal on several ranks, such as weights. If they differ, this is an error.
+            # End the run with an error if ranks have different copies of a tensor, such as a weight.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     state.check_replicas()
@@ -224,8 +221,8 @@ def run_steps(
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)  # does nothing if this step is saved
             checkpoints.close()  # waits until the files are written
-            # If a signal came between the last step and its log row, the row is still due, and the status is
-            # "stopped". The next launch then logs the row.
+            # If a signal came after the last step and before its log row, the status is "stopped", and the
+            # next launch logs the row.
             lacks_row = monitor.is_row_due(state.step)
             status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
             write_status(folder, "failed" if checkpoints.last_save_failed else status, step=state.step)

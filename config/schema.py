@@ -6,6 +6,7 @@ The meaning and the default of each key are in config/pretrain.yaml. The schemas
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
@@ -50,7 +51,13 @@ _OF_DENSE_WEIGHTS = _OF_GRADIENTS | {
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
-_OPTIMIZERS = ("adam_atan2", "adamw", "muon")
+_OPTIMIZERS = Path(__file__).parents[1] / "optimizers" / "rules"  # one file for each optimizer
+
+
+def optimizer_names() -> list[str]:
+    """Returns the names of the optimizers in optimizers/rules/ and in imported plugins."""
+    here = sorted(file.stem for file in _OPTIMIZERS.glob("[a-z]*.py"))
+    return here + [optimizer.name for optimizer in plugins.defined("OPTIMIZER")]
 
 
 def find_optimizer(name: str) -> Any:
@@ -260,9 +267,8 @@ class PretrainConfig(MachineConfig):
     def _optimizer_mistakes(self) -> Iterator[str]:
         optimizer = find_optimizer(self.optimizer)
         if optimizer is None:
-            if self.optimizer not in _OPTIMIZERS:
-                known = ", ".join((*_OPTIMIZERS, *(plugin.name for plugin in plugins.defined("OPTIMIZER"))))
-                yield f"optimizer={self.optimizer!r} should be one of {known}"
+            if self.optimizer not in optimizer_names():
+                yield f"optimizer={self.optimizer!r} should be one of {', '.join(optimizer_names())}"
             if self.optimizer_options:
                 yield f"optimizer_options has no effect with optimizer={self.optimizer}. Remove it."
         else:

@@ -14,8 +14,8 @@ from distributed.flat import FlatParameters, Scalars
 from distributed.mesh import Mesh
 from distributed.shards import Shard, Span, Tensors, part_of_whole, tensor_of
 from distributed.tensor import Cut
-from optimizers.adam_atan2 import AdamATan2
-from optimizers.muon import Muon
+from optimizers.rules.adam_atan2 import AdamATan2
+from optimizers.rules.muon import Muon
 
 # Numbers of each rank that are sent with the gradients, or with the changes of weights: sum of losses,
 # gradient norm (only with local steps), stop request (0 or 1).
@@ -223,6 +223,16 @@ def build_weights(
     return Weights(flats, tuple(groups), shapes=shapes or here, holders=holders)
 
 
+def state_numbers_per_weight(config: PretrainConfig) -> float:
+    """Returns how many numbers the optimizer stores for each weight. Example: 2 for AdamW.
+
+    With optimizer=muon, this is the number for weights that are no matrices of the blocks.
+    """
+    weight = nn.Parameter(torch.zeros(16))
+    moments = build_weights(config, FlatParameters([("weight", weight)], SCALARS, ranks=ALONE)).moments()
+    return sum(tensor_of(moment).numel() for moment in moments.values() if tensor_of(moment).ndim) / 16
+
+
 def _groups_of(
     config: PretrainConfig, flat: FlatParameters, tensor: Ranks, compiler_options: dict[str, Any] | None
 ) -> Iterator[ParameterGroup]:
@@ -239,7 +249,9 @@ def _groups_of(
         elif config.optimizer in ("adam_atan2", "muon"):
             optimizer = AdamATan2(flat, names, compiler_options=compiler_options, **adam)
         else:
-            optimizer = importlib.import_module(f"optimizers.{config.optimizer}").OPTIMIZER(parts, **adam)
+            optimizer = importlib.import_module(f"optimizers.rules.{config.optimizer}").OPTIMIZER(
+                parts, **adam
+            )
         yield ParameterGroup(names, optimizer, flat)
     if matrices := tuple(name for name in flat.parameters if name in flat.unsplit):
         parts = {name: tensor_of(flat.owned[name]) for name in matrices}

@@ -7,7 +7,7 @@ import torch
 
 from distributed.collectives import all_ranks
 from distributed.flat import FlatParameters
-from optimizers.adam_atan2 import AdamATan2, short_atan2_sqrt
+from optimizers.rules.adam_atan2 import AdamATan2, short_atan2_sqrt
 from tests.float64 import TOLERANCE, assert_close
 
 _SHAPES = ((3, 4), (5,), (16, 41), ())
@@ -37,7 +37,7 @@ def _naive(values: list[float], gradients: list[list[float]]) -> list[float]:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("chunk", [10**6, 5])
 def test_updates_follow_the_formula(monkeypatch, chunk):
-    monkeypatch.setattr("optimizers.adam_atan2._CHUNK", chunk)
+    monkeypatch.setattr("optimizers.rules.adam_atan2._CHUNK", chunk)
     torch.manual_seed(0)
     flat = _flat(torch.randn(3, 4), torch.randn(5))
     weights, places = flat.views(flat.weights), flat.views(flat.gradients)

@@ -11,7 +11,7 @@ from distributed.flat import FlatParameters
 from distributed.shards import tensor_of
 from models.blocks import block_weights
 from models.compilation import COMPILER_OPTIONS
-from optimizers.adam_atan2 import AdamATan2
+from optimizers.rules.adam_atan2 import AdamATan2
 from tests.checkpoints import assert_equal, begin_training, do_step, open_checkpoints
 from tests.ranks import call_each, run_ranks
 from tests.tiny import random_batch, tiny_arch, tiny_config, tiny_model

@@ -9,8 +9,8 @@ from config.architecture import architectures
 from distributed.collectives import ALONE, all_ranks
 from distributed.flat import FlatParameters
 from models.blocks import block_weights
-from optimizers.adamw import AdamW
-from optimizers.muon import Muon, orthogonalize
+from optimizers.rules.adamw import AdamW
+from optimizers.rules.muon import Muon, orthogonalize
 from optimizers.weights import Weights, build_weights
 from tests.float64 import assert_close
 from tests.tiny import tiny_config, tiny_model

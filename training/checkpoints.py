@@ -22,10 +22,9 @@ A resume, at the start of the next launch:
 7. `resume` removes rows of later steps from metrics.jsonl (runtime/metrics_file.py), and restores the best
    metric so far (training/best.py). Then pretrain.py: `run_steps` reads batches from the next step on.
 
-The following is not stored, because it depends only on the step and the config: random numbers
-(models/random.py), the position in the data (dataset/plan.py), the learning rates (training/schedule.py),
-and the step count of AdamATan2 (`Weights.update_` passes it). With local steps, a checkpoint is saved only
-after a step in which the ranks merge their weights.
+What depends only on the step and the config is not stored, such as random numbers (models/random.py) and the
+position in the data (dataset/plan.py). With local steps, a checkpoint is saved only after a step in which the
+ranks merge their weights.
 
 A checkpoint is a folder step_<N>. It contains tensors (in files for each section, such as "optimizer"),
 state.json, config.yaml, hashes of the training examples (trained_on.safetensors), and manifest.json with the

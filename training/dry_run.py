@@ -21,7 +21,7 @@ from distributed.backend import device_type
 from models.blocks import block_weights
 from models.carry import Reasoning
 from models.flops import StepCounter
-from optimizers.weights import SCALARS
+from optimizers.weights import SCALARS, state_numbers_per_weight
 from training.cut import plan_of
 from training.data import build_plan, hold_out
 from training.layout import check_layout, layout_of
@@ -76,13 +76,15 @@ class Needs:
         updated = blocks / self._shares + rest / (self._shares if in_one_flat else 1)
         averaged = blocks / (self._replicas * self._shares)
         averaged += rest / (1 if self._is_plain and self._is_mixed else self._data)
-        halves = 2 * updated - (self._matrices / self._shares if config.optimizer == "muon" else 0)
+        moments = state_numbers_per_weight(config) * updated
+        if config.optimizer == "muon":  # it stores one number for each element of a matrix, and not two
+            moments -= self._matrices / self._shares
         rows = self._rows / (self._data if config.puzzle_emb_sharding == "rows" else 1)
         memory = {
             "weights": blocks * (self._network.dtype.itemsize if self._is_mixed else 4) + 4 * rest,
             "masters": 4 * blocks / self._shares * self._is_mixed,
             "gradients": 4 * (blocks + rest) * (config.train_only == "all"),
-            "moments": 4 * halves,
+            "moments": 4 * moments,
             "averages": 4 * averaged * bool(config.ema),
             "local steps": 4 * (blocks + rest) * (config.local_steps > 1) * (1 + bool(config.outer_momentum)),
             "puzzle rows": 4 * self._row * rows,

@@ -1,72 +1,64 @@
-"""One training step: every slot does one thinking step on its puzzle, then the weights are updated.
+"""One training step: each slot does one thinking step on its puzzle, then the weights are updated.
 
-A thinking step is one forward pass of the network, from a puzzle and a latent state to an answer and a new
-latent state. A slot is one position of the global batch. Each rank has some of the slots. A slot keeps its
-puzzle for several training steps, until it halts (models/halting.py). Then it takes a new puzzle.
-`state.carry` contains the puzzle and the latent state of each slot of this rank.
+The ranks train on one batch of puzzles, the global batch. A slot is one position of this batch, and each rank
+has some of the slots. A thinking step is one forward pass of the network, from a puzzle and a latent state to
+an answer and a new latent state. A slot keeps its puzzle for several training steps, until it halts
+(models/halting.py). Then it takes a new puzzle. `state.carry` contains the puzzles and latent states of this
+rank's slots.
 
 In some models, each puzzle identifier has a learned vector, its puzzle embedding. All other weights are
 called dense weights.
 
 A training step has ten parts. The comments in the code have the same numbers.
 
- 1. Draw random numbers for each slot.
+ 1. Draw the random numbers that must be drawn on the host. All others are drawn where they are needed.
  2. Put a new puzzle and its initial latent state into each slot that has halted.
- 3. Determine the divisor of the loss, which is the number of slots of all ranks.
- 4. Zero the gradients. Run the thinking step, decide which slots halt, compute the loss, and run the backward
-    pass. If `gradient_accumulation_steps` > 1, do this for one part of the slots (micro-batch) after another.
+ 3. Determine the numbers by which the loss is divided: the number of slots of all ranks, and in some models
+    other numbers (`divisors` of the objective).
+ 4. Zero the gradients. Divide this rank's slots into `gradient_accumulation_steps` micro-batches. For each
+    micro-batch, run the thinking step, decide which slots halt, compute the loss, and run the backward pass.
  5. Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
     gradient flows into an earlier training step.
  6. Sum over ranks: the gradients, the loss, and the stop requests. The stop request of a rank is 1 if a
-    signal such as Ctrl-C has asked this rank to stop, and else 0.
- 7. If `grad_clip_norm` is set, clip the gradients of the dense weights. Then the optimizer updates the dense
-    weights, and sign SGD updates the puzzle embeddings of the puzzles in the batch.
- 8. Make the next forward pass use the updated weights. If the blocks compute in bfloat16, this rounds their
-    weights to bfloat16.
- 9. If `ema` is set, update the moving averages of the dense weights. The average of a puzzle embedding is
-    updated later, when the embedding changes again (optimizers/puzzle_table_average.py).
+    signal such as Ctrl-C has asked this rank to stop. Otherwise, it is 0.
+ 7. If `grad_clip_norm` is set, clip the gradients of the dense weights. The optimizer updates the dense
+    weights. Sign SGD updates the puzzle embeddings of the puzzles in the slots.
+ 8. If the forward pass reads copies of the updated weights, update the copies. For example, blocks that
+    compute in bfloat16 read copies in bfloat16.
+ 9. If `ema` is set, update the moving averages of the dense weights. The averages of puzzle embeddings are
+    updated when they are needed (optimizers/puzzle_table_average.py).
 10. Add the metrics of this rank to the sums for the next log row.
 
-These config keys change a part. Each entry begins with the numbers of the parts.
+The following config keys change some of these parts, which are named in parentheses.
 
-- `sync=flat` (4, 6): The last backward pass sends the gradients in groups (buckets), while it computes the
-  next ones. Part 6 waits for the sums. With a pipeline or tensor parallelism, part 6 sends all of them
-  (distributed/sync.py).
-- `sync=ddp` (4, 6, 8): torch's DistributedDataParallel sends the gradients and waits for the sums in part 4.
-  Part 6 sums the rest. Weights are not rounded in part 8.
-- `sync=auto` (6): If all ranks are CPU processes of one Linux node, they sum the gradients in shared memory.
-  Otherwise, auto means flat.
-- `sync_dtype=bfloat16` (6, 8): Round the gradients of the dense weights, the loss and the stop requests to
-  bfloat16 before they are sent. A merge (see `local_steps`) rounds what it sends, except puzzle embeddings.
-- `data_parallel_shard_degree` (7, 8): Each rank updates only its part of the weights. Part 8 then sends this
-  part to the other ranks (distributed/flat.py).
-- `local_steps=n` (3, 6, 7, 8, 9): Each rank trains alone. It uses its own number of slots as the divisor, and
-  part 6 sums nothing. After every n-th step, part 8 replaces the weights of all ranks by common weights,
-  by default their mean. This is a merge (`LocalSteps` in training/strategy.py). It also sums the losses and
-  stop requests since the previous merge. Part 9 happens only after a merge.
-- `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is on one rank. Part 3 fetches the embeddings of
-  this rank's slots, and part 6 sends their gradients back. The rank of an embedding updates it.
+- `sync` (4, 6): The method of summing gradients. With `flat` and `ddp`, the last backward pass in part 4
+  already sends gradients (distributed/sync.py).
+- `sync_dtype` (4, 6): The dtype of the gradients, losses and stop requests that the ranks send.
+- `data_parallel_shard_degree` (7, 8): The ranks of a group divide the update of the weights. In part 8, they
+  exchange the updated weights (distributed/flat.py).
+- `local_steps` (3, 6, 8, 9): Each rank trains alone, without the sums of the parts 3 and 6. After some steps,
+  part 8 merges: all ranks get common weights. Only then, part 9 updates the averages (`LocalSteps` in
+  training/strategy.py).
+- `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is stored on one rank. Part 3 fetches the
+  embeddings of the puzzles in the slots. Part 6 sends gradients to the ranks that store the embeddings
+  (optimizers/puzzle_table.py).
 - `train_only=puzzle_embeddings` (4, 6, 7): The dense weights have no gradients, and do not change.
-- `pipeline_parallel_degree` (4, 6, 7): Each rank has some of the blocks. The activations of a slot pass
-  through all ranks of a pipeline. Only ranks with the same blocks sum gradients. To clip, the ranks of a
-  pipeline sum their squared norms (distributed/pipeline.py).
-- `tensor_parallel_degree` (4, 6, 7, 8): The ranks of a group have the same slots, and each has a part of each
-  matrix of the blocks. They sum activations in part 4, squared norms in part 7, and stop requests in part 8.
-  Only ranks with the same parts sum gradients (distributed/tensor.py).
-- `torchrun --nnodes MIN:MAX` (4): Ranks may have different numbers of slots. A rank without slots runs one
-  empty micro-batch, because the other ranks wait for its messages.
-- `arch.no_ACT_continue=false` (4): The network also predicts q_continue, and the target comes from the next
-  thinking step of the slot. With `arch.q_target=exact`, this step runs now, without gradient. With
-  `deferred`, it runs now only for slots that halt. The next training step adds the loss of the other slots
-  (models/objective.py).
-- `arch=ldt` (2, 3): The state is a board. If a slot has several boards, the step uses one of them, picked at
-  random. The loss has more divisors, summed over ranks in part 3 (models/ldt_objective.py).
-- `curriculum`: The data (dataset/plan.py) and the settings of the thinking step (training/schedule.py) change
-  during the run.
+- `pipeline_parallel_degree` (4, 6, 7): The ranks of a pipeline divide the blocks of the network. Each rank
+  has its own slots, and their activations pass through all ranks of the pipeline (distributed/pipeline.py).
+- `tensor_parallel_degree` (4, 6, 7, 8): The ranks of a group have the same slots. They divide each matrix of
+  the blocks, and sum activations (distributed/tensor.py).
+- `arch.no_ACT_continue=false` (4): The loss has another term, for q_continue. Its target comes from the next
+  thinking step of the slot (models/objective.py).
+- `arch.boards_per_slot` (2, 5): If it is greater than 1, a slot has several puzzles, called boards. Each
+  training step changes one board of each slot, which it picks at random.
+- `curriculum` (2, 4): The data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
+  change during the run.
+
+With `torchrun --nnodes MIN:MAX`, ranks may have different numbers of slots. A rank without slots runs one
+empty micro-batch, because the other ranks wait for its messages.
 
 `PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse keys that cannot
-be combined. The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this
-later.
+be combined. The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this.
 """
 
 from collections.abc import Callable
@@ -98,7 +90,7 @@ def train_step(
 
     Args:
         state: Weights, optimizer state and carry of this rank.
-        batch: One new puzzle for each slot of this rank. Only slots that have halted use theirs.
+        batch: One new puzzle for each slot of this rank. If the slot has not halted, it is not used.
         config: Config of the run.
         rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the puzzle
             embeddings.
@@ -107,9 +99,10 @@ def train_step(
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
     Returns:
-        The loss, the gradient norm before clipping, and the sum of the stop requests. This sum is positive if
-        a signal has asked any rank to stop. All three are equal on all ranks. With local_steps > 1, all three
-        are None in a step without a merge. The field `averaged_steps` is described at part 9 in `update`.
+        The mean loss of a slot, the gradient norm before clipping, and the sum of the stop requests. This sum
+        is positive if a signal has asked any rank to stop. All three are equal on all ranks. With
+        local_steps > 1, they are None, except after a merge. Then they are of all steps since the previous
+        merge. `averaged_steps` are the steps that part 9 adds to the moving averages.
     """
     state.step += 1
     network = state.model.network
@@ -117,8 +110,8 @@ def train_step(
         reasoning = state.model.reasoning
     # 1. Random numbers.
     rng = sample_rng(state, config, reasoning)
-    # 2. New puzzles. `picked` contains the index of the picked board of each slot. It is None if slots have
-    # only one. `active` contains the puzzle and the latent state of each slot for this thinking step.
+    # 2. New puzzles. `picked` is None, unless slots have several boards: then it is the index of the picked
+    # board of each slot. `active` contains the puzzle and the latent state of each slot.
     picked = network.pick_boards(rng)
     active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
     # 3. Puzzle embeddings of other ranks, then divisors of the loss.
@@ -132,7 +125,7 @@ def train_step(
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. A log row sums these values over ranks. Each rank adds norm / ranks. The sum is the mean.
+    # 10. Metrics. A log row sums these values over ranks, so each rank adds its share of the mean norm.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -157,13 +150,13 @@ def forward_and_backward(
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
-    # A rank without slots has one empty micro-batch. If the slots of an elastic rank do not divide evenly,
-    # the number of micro-batches differs from the config. Example: 7 slots in 3 parts become 2, 2, 2 and 1.
+    # A rank without slots has one empty micro-batch. With torchrun --nnodes MIN:MAX, the slots may not divide
+    # evenly. Example: 7 slots in 3 micro-batches become 4 micro-batches of 2, 2, 2 and 1 slots.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
-    # Numbers to sum over ranks with the gradients. They are added before the last backward pass, because it
-    # may already send them.
+    # Numbers to sum over ranks with the gradients. Add them before the last backward pass, which may send
+    # them.
     scalars = state.weights.scalars
     carries: list[Carry] = []
     sums: Sums = {}
@@ -175,8 +168,8 @@ def forward_and_backward(
         with strategy.micro_batch(is_last=is_last):  # only the last backward pass may send gradients
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
-            # `loss` is a sum over slots. A term with another divisor than the number of slots is already
-            # multiplied by slots / divisor. So dividing by the number of slots is right for all terms.
+            # `loss` is a sum over slots, to be divided by their number. In `loss`, a term with another
+            # divisor is multiplied by slots / divisor, so that it is divided by its divisor in the end.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
@@ -209,8 +202,8 @@ def update(
     # 8. Make the next forward pass use the updated weights. With local_steps > 1, this may be a merge.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `averaged_steps` are the steps to add to it: this step. With local_steps > 1, a merge
-    # adds all steps since the previous merge, and other steps add nothing.
+    # 9. Moving average. `averaged_steps` is usually this step. With local_steps > 1, it is empty, or after a
+    # merge all steps since the previous merge.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 

@@ -49,6 +49,7 @@ function arc() {
 
 // Puzzles with a single rule: the symbols within each group of cells differ. Example: Sudoku. -----------------
 // facts.groups: lists of cells. A token with a symbol is a value. The first token without one, except padding, is empty.
+// A cell with padding (token 0) in the question is outside of the board, and is not checked.
 
 function distinct({ rows, columns, groups, symbols, plural }) {
   const cells = range(0, rows * columns), empty = symbols.findIndex((symbol, token) => token && !symbol);
@@ -71,7 +72,8 @@ function distinct({ rows, columns, groups, symbols, plural }) {
     problem: (question) => (conflicts(question).length ? "two clues contradict each other" : null),
     check(question, answer) {
       const lost = cells.filter((cell) => symbols[question[cell]] && answer[cell] !== question[cell]);
-      const wrong = [...new Set([...conflicts(answer), ...lost, ...cells.filter((cell) => !symbols[answer[cell]])])];
+      const open = cells.filter((cell) => question[cell] && !symbols[answer[cell]]);
+      const wrong = [...new Set([...conflicts(answer), ...lost, ...open])];
       return { ok: !wrong.length, text: wrong.length ? `${count(wrong)} wrong` : "solved", cells: wrong };
     },
   };

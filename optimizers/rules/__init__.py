@@ -1,0 +1,1 @@
+"""The update rules of the dense weights. `optimizer=NAME` selects a file of this folder."""
