@@ -1,4 +1,4 @@
-"""The files of tensors in a checkpoint: their names, and how any number of ranks loads them.
+"""The files of tensors in a checkpoint: their names, and how any number of ranks saves and loads them.
 
 A shard (`Shard` in distributed/shards.py) is the part of a tensor that a rank holds: some elements, and their
 positions in the flattened full tensor (`spans`). A section of a checkpoint is a named set of tensors and
@@ -8,11 +8,12 @@ shards, such as "optimizer". A section has these files:
 - <section>_<r>_of_<w>.safetensors contains the shards of rank r of w ranks. The metadata of the file contain
   the positions of each shard.
 
-`save_section` in checkpointing/writer.py writes them. `load_into_` fills the tensors and shards of this rank,
-and `load_joined` returns full tensors.
+`save_section` writes them. `load_into_` fills the tensors and shards of this rank, and `load_joined` returns
+full tensors.
 """
 
 import itertools
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -23,17 +24,41 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from distributed.shards import Shard, Span, Spans, Tensors, tensor_of
+from distributed.world import rank, world_size
 from runtime.reading import open_regular, parse_json
 
 _MOST = 2**48  # maximum number of elements of a tensor
-SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
+_SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
 
 
-def shard_file(section: str, rank: int, size: int) -> str:
+def _shard_file(section: str, rank: int, size: int) -> str:
     return f"{section}_{rank}_of_{size}.safetensors"
+
+
+def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
+    """Writes a section of a checkpoint, a named set of tensors. Returns the paths of the files.
+
+    Writes full tensors to <section>.safetensors, and the shards of this rank to
+    <section>_<rank>_of_<ranks>.safetensors. Only one rank may pass full tensors.
+
+    tensors: {name: full tensor or shard}. section: Name of the section, such as "optimizer".
+    """
+    full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}
+    paths = []
+    if full_tensors:
+        paths.append(folder / f"{section}.safetensors")
+        save_file(full_tensors, paths[-1])
+    if shards:
+        paths.append(folder / _shard_file(section, rank(), world_size()))
+        described = {key: [shard.spans, shard.shape, shard.is_by_rank] for key, shard in shards.items()}
+        shard_tensors = {key: shard.tensor for key, shard in shards.items()}
+        save_file(shard_tensors, paths[-1], metadata={_SHARDS: json.dumps(described)})
+    return paths
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
@@ -47,8 +72,8 @@ def find_files(folder: Path, section: str) -> list[Path]:
     shards = []
     for size in sorted({int(match[2]) for match in found}):
         # The number in a file name may be wrong and huge. Checking one more file than was found is enough.
-        for rank in range(min(size, len(found) + 1)):
-            path = folder / shard_file(section, rank, size)
+        for index in range(min(size, len(found) + 1)):
+            path = folder / _shard_file(section, index, size)
             if not path.is_file():
                 raise ValueError(
                     f"{path} is missing. Each process wrote one file. Copy all of them into {folder}."
@@ -201,9 +226,9 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
     for path in paths:
         with open_regular(path), _open(path) as file:
             metadata = file.metadata() or {}
-            shards = parse_json(metadata.get(SHARDS, "{}"), where=f"{path}: {SHARDS}")
+            shards = parse_json(metadata.get(_SHARDS, "{}"), where=f"{path}: {_SHARDS}")
             if not isinstance(shards, dict):
-                raise ValueError(f"{path}: {SHARDS} is not a JSON object. Use another checkpoint.")
+                raise ValueError(f"{path}: {_SHARDS} is not a JSON object. Use another checkpoint.")
             for key in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                 shape, spans, is_by_rank = tuple(file.get_slice(key).get_shape()), None, False
                 num_stored = math.prod(shape)

@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from checkpointing.files import MANIFEST_FILE, checkpoints_in, manifest_text, step_of
-from checkpointing.tensors import SHARDS, shard_file
+from checkpointing.tensors import save_section
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.shards import Shard, Tensors, tensor_of
@@ -226,28 +224,6 @@ def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str,
         return {"files": {path.name: _close_file(path) for path in paths}, "failure": ""}
     except Exception as error:
         return {"failure": _describe(error)}
-
-
-def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
-    """Writes a section of a checkpoint, a named set of tensors. Returns the paths of the files.
-
-    Writes full tensors to <section>.safetensors, and the shards of this rank to
-    <section>_<rank>_of_<ranks>.safetensors. Only one rank may pass full tensors.
-
-    tensors: {name: full tensor or shard}. section: Name of the section, such as "optimizer".
-    """
-    full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}
-    paths = []
-    if full_tensors:
-        paths.append(folder / f"{section}.safetensors")
-        save_file(full_tensors, paths[-1])
-    if shards:
-        paths.append(folder / shard_file(section, rank(), world_size()))
-        described = {key: [shard.spans, shard.shape, shard.is_by_rank] for key, shard in shards.items()}
-        shard_tensors = {key: shard.tensor for key, shard in shards.items()}
-        save_file(shard_tensors, paths[-1], metadata={SHARDS: json.dumps(described)})
-    return paths
 
 
 def _close_file(path: Path) -> dict[str, Any]:

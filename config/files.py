@@ -1,11 +1,10 @@
-"""Reads and writes configs as plain YAML. Reading them imports and executes nothing."""
+"""Reads configs as plain YAML, without importing or executing anything."""
 
 import functools
 import re
 from pathlib import Path
 from typing import Any
 
-import pydantic
 from omegaconf import DictConfig, OmegaConf
 
 from config.architecture import architectures
@@ -15,10 +14,6 @@ from runtime.writing import to_yaml
 FOLDER = Path(__file__).parent
 _OTHER_FILE = re.compile(r"^  - (?!_self_)([\w/]+)$", re.MULTILINE)  # in the list `defaults` of a YAML file
 _FORMER_FORMAT = "bfloat16"  # the default of `arch.forward_dtype` before there was `auto`
-
-
-def config_to_yaml(config: pydantic.BaseModel) -> str:
-    return to_yaml(config.model_dump())
 
 
 def load_defaults(name: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from checkpointing.files import CONFIG_FILE, STARTS_FILE
-from config.files import config_to_yaml
 from dataset.description import DatasetInfo
 from dataset.metadata import IGNORE_LABEL_ID, Dataset, usual_metadata
 from evaluation.trace import Trace
@@ -17,6 +16,7 @@ from models.lattice import NO_GUESS
 from models.network import Network
 from report.trace import TracedPuzzles
 from runtime.metrics_file import METRICS_FILE
+from runtime.writing import to_yaml
 from tests.checkpoints import state_on
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
@@ -43,7 +43,7 @@ def write_run(
         state.step = 40
         with CheckpointManager(folder, config=config, fingerprint="f" * 64) as checkpoints:
             checkpoints.save(state)
-    (folder / CONFIG_FILE).write_text(config_to_yaml(config))
+    (folder / CONFIG_FILE).write_text(to_yaml(config.model_dump()))
     rows = []
     for step in range(10, 50, 10):
         row = {"step": step, "train/lm_loss": 2 / step, "train/exact_accuracy": step / 100}

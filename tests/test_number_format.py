@@ -9,8 +9,9 @@ import torch
 
 import solve
 from checkpointing.files import CONFIG_FILE
-from config.files import config_to_yaml, fill_defaults, format_of
+from config.files import fill_defaults, format_of
 from distributed.number_format import Choice, choose_evaluation_format, choose_format, instruction_set
+from runtime.writing import to_yaml
 from tests.checkpoints import (
     assert_equal,
     blank_state,
@@ -109,7 +110,7 @@ def test_a_run_keeps_the_format_that_it_began_with(monkeypatch, tmp_path, capsys
     assert "auto: bfloat16, because the processor has bfloat16 instr" in capsys.readouterr().out
     run = Path(begun.checkpoint_path)
     run.mkdir(parents=True)
-    (run / CONFIG_FILE).write_text(config_to_yaml(begun))
+    (run / CONFIG_FILE).write_text(to_yaml(begun.model_dump()))
     (run / "step_3").mkdir()
     assert _compose("run_name=a").arch.forward_dtype == "bfloat16"
     assert "slow" not in capsys.readouterr().err

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from checkpointing.files import STARTS_FILE
-from config.files import config_to_yaml
 from distributed.number_format import instruction_set
 from runtime.metrics_file import MetricsFile, cut_back_rows, last_wandb_step, read_rows
+from runtime.writing import to_yaml
 from tests.ranks import _server
 from tests.tiny import tiny_arch, tiny_config
 from tests.waiting import PATIENCE
@@ -79,7 +79,7 @@ def test_without_locks_a_run_is_possible(run, monkeypatch, capsys):
 
 def test_only_what_may_change_may_change(run):
     _open(run)
-    (run / "config.yaml").write_text(config_to_yaml(tiny_config(checkpoint_path=str(run))))
+    (run / "config.yaml").write_text(to_yaml(tiny_config(checkpoint_path=str(run)).model_dump()))
     _open(run, checkpoint_interval=7, keep_best="eval/all/accuracy", resume="must", max_steps=3)
     with pytest.raises(ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.. .*run_name"):
         _open(run, lr=0.5, epochs=6)
@@ -88,7 +88,7 @@ def test_only_what_may_change_may_change(run):
 def test_a_key_that_the_run_began_without_has_its_default(run):
     exact = tiny_arch(q_target="exact").model_dump()
     _open(run, arch=exact)
-    text = config_to_yaml(tiny_config(checkpoint_path=str(run), arch=exact))
+    text = to_yaml(tiny_config(checkpoint_path=str(run), arch=exact).model_dump())
     for line in ("grad_clip_norm: null\n", "  q_target: exact\n"):
         assert line in text
         text = text.replace(line, "")
@@ -106,7 +106,7 @@ def test_files_that_a_power_loss_has_emptied(run, capsys):
     assert (run / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
     (run / "wandb_step").write_text("")
     assert last_wandb_step(run) == 0
-    config = config_to_yaml(tiny_config())
+    config = to_yaml(tiny_config().model_dump())
     for folder, text in ((run, ""), (run / "step_3", config)):
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(text)

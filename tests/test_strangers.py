@@ -18,10 +18,9 @@ from safetensors.torch import load_file, save_file
 from checkpointing.files import manifest_text, read_state
 from checkpointing.finding import SHIPPED, find_checkpoint
 from checkpointing.loading import load_trained_model, load_weights
-from checkpointing.tensors import find_files, load_joined
-from checkpointing.writer import save_section
+from checkpointing.tensors import find_files, load_joined, save_section
 from config.compose import compose_overrides
-from config.files import config_to_yaml, load_defaults
+from config.files import load_defaults
 from config.programs import SearchConfig
 from config.schema import PretrainConfig, validate_config
 from dataset.build.__main__ import main as build
@@ -33,7 +32,7 @@ from dataset.metadata import usual_metadata
 from distributed import log
 from report.page import write_report
 from runtime.reading import read_arrays, read_lines, read_text
-from runtime.writing import write_text
+from runtime.writing import to_yaml, write_text
 from share.card import _build_command, _plain
 from tests.checkpoints import resume, save
 from tests.puzzle_sets import write as make_dataset
@@ -122,7 +121,7 @@ def test_sizes_are_compared_before_there_is_memory_for_them(tmp_path):
     folder = tmp_path / "step_1"
     folder.mkdir()
     save_section({"embed_tokens.embedding_weight": torch.zeros(12, 8)}, folder, "weights")
-    write_text(folder / "config.yaml", config_to_yaml(config))
+    write_text(folder / "config.yaml", to_yaml(config.model_dump()))
     metadata = usual_metadata(vocab_size=12, seq_len=81, num_puzzle_identifiers=1)
     with pytest.raises(ValueError, match="weights do not match the config"):
         load_trained_model(find_checkpoint(folder), metadata)

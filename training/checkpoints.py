@@ -50,21 +50,24 @@ from checkpointing.files import (
     read_state,
     remove_unfinished,
 )
+from checkpointing.finding import find_checkpoint
 from checkpointing.writer import CheckpointWriter
 from config.architecture import Strict
-from config.files import config_to_yaml
 from config.schema import PretrainConfig, validate_config
-from dataset.equal import Trained
+from dataset.equal import Trained, read_trained
 from dataset.metadata import Dataset
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, lost_connection
 from distributed.launch import check_folder_is_shared
 from distributed.world import is_main, world_size
-from runtime.metrics_file import cut_back_rows
-from runtime.writing import write_text
+from evaluation.leaks import find_trained
+from evaluation.metric_tables import is_number
+from optimizers.learning_rate import learning_rates
+from runtime.metrics_file import cut_back_rows, read_rows
+from runtime.writing import to_yaml, write_text
 from training.best import BestStep
-from training.initial import load_initial_weights_, log_rate_change, trained_before
+from training.initial import load_initial_weights_
 from training.run_folder import open_run_folder, write_identities, writing_errors
 from training.state import TrainState
 
@@ -174,9 +177,9 @@ class CheckpointManager:
         if state.step == self._newest_step:
             return
         self._newest_step, started = state.step, time.perf_counter()
-        numbers = state.numbers()
+        numbers, sections = state.numbers(), state.sections() | state.exports()
         small_files = self._small_files(state, numbers) if is_main() else {}
-        self._writer.start(state.step, state.sections() | state.exports(), small_files)
+        self._writer.start(state.step, sections, small_files)
         if not self._config.checkpoint_async:
             self._writer.wait()
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
@@ -195,8 +198,10 @@ class CheckpointManager:
                 "numpy": np.__version__,
             },
         }
-        texts = {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_to_yaml(self._config)}
-        small_files = {name: text.encode() for name, text in texts.items()}
+        small_files = {
+            STATE_FILE: (json.dumps(content, indent=1) + "\n").encode(),
+            CONFIG_FILE: to_yaml(self._config.model_dump()).encode(),
+        }
         if (trained := self.trained_on(state.step)) is not None:
             small_files[TRAINED_FILE] = trained.to_bytes()
         return small_files
@@ -219,14 +224,17 @@ class CheckpointManager:
         """
         folder, config, chosen, content, is_this_run = self._run_folder, self._config, None, {}, False
         self._total_steps = total_steps
-        # Rank 0 chooses an intact checkpoint of this run, or of another run (resume=PATH).
+        # Rank 0 chooses an intact checkpoint of this run, or of another run (resume=PATH). It also removes
+        # temporary files of killed processes.
         with collective_errors():
             if is_main():
                 if chosen := choose_checkpoint(folder, config):
                     content = read_state(chosen)
+                with writing_errors(folder):
+                    remove_unfinished(folder)
                 is_this_run = chosen is not None and chosen.parent == folder
                 # The training examples of the weights that the run starts from.
-                self._before = trained_before(config, chosen, is_this_run=is_this_run)
+                self._before = _trained_before(config, chosen, is_this_run=is_this_run)
                 if chosen is not None:
                     self._check(chosen, content)
         chosen, content, is_this_run = broadcast_object((chosen, content, is_this_run))
@@ -237,20 +245,18 @@ class CheckpointManager:
             self._newest_step = state.step if is_this_run else None
             log.info(f"resuming from {chosen}")
             if is_main() and not is_this_run and total_steps is not None:
-                log_rate_change(config, chosen, content, total_steps)
+                _log_rate_change(config, chosen, content, total_steps)
         elif config.init_from is not None:
             load_initial_weights_(state, config, self._dataset)
 
-        # Rank 0 removes what killed processes have left: temporary files, and the rows of metrics.jsonl after
-        # the step of the checkpoint, because this launch logs them again. The other rows contain the
-        # evaluations, from which `best` is restored.
+        # Rank 0 removes the rows of metrics.jsonl after the step of the checkpoint, because this launch logs
+        # them again. The other rows contain the evaluations, from which `best` is restored.
         rows = []
         with collective_errors():
             if is_main():
                 with writing_errors(folder):
-                    remove_unfinished(folder)
                     rows = cut_back_rows(folder, step=state.step)
-                    write_text(folder / CONFIG_FILE, config_to_yaml(config))
+                    write_text(folder / CONFIG_FILE, to_yaml(config.model_dump()))
                     write_identities(folder, config.arch, self._dataset, is_new=chosen is None)
                 self.best.load_state(content["best"] if is_this_run else None, rows)
         is_logged = bool(rows) and rows[-1]["step"] == state.step
@@ -313,3 +319,51 @@ class CheckpointManager:
         if is_main():
             self._writer.remove_old()  # again, because an evaluation after the save may have found a new best
         self.last_save_failed = broadcast_object(self._writer.failure is not None)
+
+
+def _trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: bool) -> Trained | None:
+    """Returns hashes of the examples on which the weights were trained before this launch.
+
+    Returns None if the weights are random. If some of the examples are unknown, the field `is_complete` of
+    the result is False. Raises ValueError if a file is damaged.
+
+    chosen: Folder of the checkpoint from which training continues. If None, the weights come from the
+        checkpoint `init_from`, or are random.
+    is_this_run: Whether `chosen` is a checkpoint of this run.
+    """
+    found = None
+    if chosen is None and config.init_from is None:
+        return None
+    if chosen is None:
+        found = find_trained(find_checkpoint(config.init_from))
+    elif (found := read_trained(chosen / TRAINED_FILE)) is None and not is_this_run:
+        found = find_trained(find_checkpoint(chosen))
+    elif found is None:  # an older version saved it: only the examples of `init_from` are unknown
+        return Trained.of([], is_complete=config.init_from is None)
+    return Trained.of([], is_complete=False) if found is None else found
+
+
+def _log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
+    """Logs a message if the learning rate jumps when a run continues from another run.
+
+    The message is logged if the rates of both runs differ by more than 1 % at the same step. Example: the
+    other run had fewer steps, so its learning rate was lower at its end.
+
+    chosen: Folder of a checkpoint of the other run (resume=PATH).
+    content: Content of the state.json of this checkpoint, such as {"step": 100, "total_steps": 500, ...}.
+    total_steps: Number of training steps of this run.
+    """
+    step, before, logged_step = content["step"], None, 0
+    for row, _ in read_rows(chosen.parent):
+        if row["step"] <= step and "train/lr" in row:
+            before, logged_step = row["train/lr"], row["step"]
+    same, after = (
+        learning_rates(config, at, total_steps=total_steps)["lr"] for at in (logged_step, step + 1)
+    )
+    if is_number(before) and abs(same - before) > 0.01 * before:
+        length = content.get("total_steps")
+        other = "" if length is None else f", that run had {length}"
+        log.info(
+            f"the learning rate changes from {before:.3g} to {after:.3g} after step {step}, because this run "
+            f"has another schedule than {chosen.parent}. This run has {total_steps} steps{other}."
+        )

@@ -1,31 +1,24 @@
-"""What a run takes over from a checkpoint of another run: weights, and hashes of the training examples."""
+"""Loads the weights of another model at the start of a run (config key `init_from`)."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from checkpointing.files import TRAINED_FILE
 from checkpointing.finding import ARCH_WORD, find_checkpoint
 from checkpointing.loading import load_weights, take_rows
 from config.architecture import Architecture
 from config.files import changed_words, load_defaults
 from config.schema import PretrainConfig
-from dataset.equal import Trained, read_trained
 from dataset.metadata import Dataset
 from distributed import log
 from distributed.errors import collective_errors
 from distributed.shards import Shard, Tensors
 from distributed.world import is_main
 from evaluation.known import find_match
-from evaluation.leaks import find_trained
-from evaluation.metric_tables import is_number
 from models import network_class
 from models.puzzle_embedding import PuzzleEmbedding
-from optimizers.learning_rate import learning_rates
-from runtime.metrics_file import read_rows
 from training.state import TrainState
 
 _TABLE = PuzzleEmbedding.weights_name
@@ -153,51 +146,3 @@ def fill_(
             if isinstance(target, Tensor):
                 target.copy_(stored[name])
     return {name: stored[name] for name, target in targets.items() if isinstance(target, Shard)}
-
-
-def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: bool) -> Trained | None:
-    """Returns hashes of the examples on which the weights were trained before this launch.
-
-    Returns None if the weights are random. If some of the examples are unknown, the field `is_complete` of
-    the result is False. Raises ValueError if a file is damaged.
-
-    chosen: Folder of the checkpoint from which training continues. If None, the weights come from the
-        checkpoint `init_from`, or are random.
-    is_this_run: Whether `chosen` is a checkpoint of this run.
-    """
-    found = None
-    if chosen is None and config.init_from is None:
-        return None
-    if chosen is None:
-        found = find_trained(find_checkpoint(config.init_from))
-    elif (found := read_trained(chosen / TRAINED_FILE)) is None and not is_this_run:
-        found = find_trained(find_checkpoint(chosen))
-    elif found is None:  # an older version saved it: only the examples of `init_from` are unknown
-        return Trained.of([], is_complete=config.init_from is None)
-    return Trained.of([], is_complete=False) if found is None else found
-
-
-def log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
-    """Logs a message if the learning rate jumps when a run continues from another run.
-
-    The message is logged if the rates of both runs differ by more than 1 % at the same step. Example: the
-    other run had fewer steps, so its learning rate was lower at its end.
-
-    chosen: Folder of a checkpoint of the other run (resume=PATH).
-    content: Content of the state.json of this checkpoint, such as {"step": 100, "total_steps": 500, ...}.
-    total_steps: Number of training steps of this run.
-    """
-    step, before, logged_step = content["step"], None, 0
-    for row, _ in read_rows(chosen.parent):
-        if row["step"] <= step and "train/lr" in row:
-            before, logged_step = row["train/lr"], row["step"]
-    same, after = (
-        learning_rates(config, at, total_steps=total_steps)["lr"] for at in (logged_step, step + 1)
-    )
-    if is_number(before) and abs(same - before) > 0.01 * before:
-        length = content.get("total_steps")
-        other = "" if length is None else f", that run had {length}"
-        log.info(
-            f"the learning rate changes from {before:.3g} to {after:.3g} after step {step}, because this run "
-            f"has another schedule than {chosen.parent}. This run has {total_steps} steps{other}."
-        )
