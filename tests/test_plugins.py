@@ -11,6 +11,7 @@ from config.architecture import architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.kinds.kind import find_kind, kind_names
+from optimizers.weights import state_numbers_per_weight
 from runtime import plugins
 from runtime.plugins import load_plugins, plugin_files
 from tests.own_files import write_plugins
@@ -171,3 +172,7 @@ def test_lion_on_shards_is_lion_on_whole_tensors(tmp_path, monkeypatch):
         expected = expected * (1 - 0.05) - 0.1 * (0.9 * momentum + 0.1 * gradient.double()).sign()
         momentum = 0.99 * momentum + 0.01 * gradient.double()
     torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-5, atol=1e-6)
+    # A dry run counts one number for each weight, and two for AdamW.
+    config = tiny_config(optimizer="lion", optimizer_options={"beta2": 0.98})
+    assert state_numbers_per_weight(config) == 1
+    assert state_numbers_per_weight(tiny_config(optimizer="adamw")) == 2
