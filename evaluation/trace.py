@@ -13,6 +13,7 @@ from evaluation.test_time import build_draw
 from models import HaltingModel
 from models.carry import StepOutput
 from models.lattice import NO_GUESS
+from models.objective import PROBABILITIES, loss_type_of
 
 MOST_TOKENS = 31  # bits of a mask. A browser's integers have 32 bits
 
@@ -21,7 +22,8 @@ class Trace(NamedTuple):
     """The answers of a model to a batch of puzzles, after each thinking step.
 
     preds          uint8 or int32 [batch, steps, seq_len]: Most likely token of each cell.
-    confidence     float32 [batch, steps, seq_len]: Probability of this token.
+    confidence     float32 [batch, steps, seq_len]: Probability of this token, by stablemax if the loss of the
+                   model has stablemax (arch.loss.loss_type), else by softmax.
     q_halt         float32 [batch, steps]: The model's logit of "the answer is right".
     wants_to_halt  bool [batch, steps]: Whether the model would stop after this step.
     candidates     int64 [batch, steps, seq_len]: Bit t is set if token t is still possible in the cell. Only
@@ -84,9 +86,10 @@ def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
         is_candidate, guesses = model.network.view(state)
         bits = 2 ** torch.arange(logits.shape[-1], device=logits.device)
         candidates = (is_candidate * bits).sum(-1)
+    probabilities = PROBABILITIES[loss_type_of(model.network.arch)](logits.float())
     tensors = (
         predicted_tokens(logits),
-        logits.float().softmax(-1).amax(-1),
+        probabilities.amax(-1),
         output.prediction.q_halt.float(),
         model.network.wants_to_halt(state, output.prediction),
         candidates,

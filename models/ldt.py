@@ -188,7 +188,9 @@ class LDT(Network):
         self.conflict_head = Linear(width, 1, bias=True)
         self._initialize_()
 
-    # PyTorch's default distributions, as in the paper's code.
+    # PyTorch's default distributions, as in the paper's code with pos_encodings=learned. With rope, that code
+    # has separate layers for queries, keys and values. Their weights are smaller (factor 0.82). The biases of
+    # the attention are then random, not 0.
     def _initialize_(self) -> None:
         for name, module in self.named_modules():
             if isinstance(module, Linear):

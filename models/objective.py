@@ -302,6 +302,11 @@ PROBABILITIES = {
 }
 
 
+def loss_type_of(arch: ArchConfig) -> str:
+    """Returns the key of `PROBABILITIES` for the logits of a model. Models without arch.loss have softmax."""
+    return arch.loss.loss_type if hasattr(arch, "loss") else "softmax_cross_entropy"
+
+
 def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the fraction of right cells, and whether all cells are right, for each puzzle.
 

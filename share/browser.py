@@ -40,6 +40,7 @@ from evaluation.questions import find_info
 from evaluation.test_time import needs_draws
 from evaluation.trace import MOST_TOKENS
 from models import HaltingModel
+from models.objective import loss_type_of
 from runtime.reading import read_json
 from runtime.writing import write_json
 from share.onnx import check_packages, write_step
@@ -284,6 +285,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(parameter.numel() for parameter in model.network.parameters()),
+        "loss_type": loss_type_of(model.network.arch),
         "search": model.network.facts() if model.network.is_search else None,
         "kind": info.kind.name if info.kind else None,
         "plural": info.kind.plural if info.kind else "puzzles",

@@ -18,7 +18,7 @@ from models.blocks import levels_of
 from tests.float64 import TOLERANCE, float64
 from tests.ranks import run_ranks
 from tests.sudoku_source import build_sets
-from tests.tiny import FACTS, halting_model, random_batch, run_step, tiny_model
+from tests.tiny import FACTS, halting_model, random_batch, run_step, tiny_arch, tiny_model
 
 _STEPS = 6
 _SAVED = ("preds", "q_halt_logits", "labels", "inputs")
@@ -125,8 +125,11 @@ def test_halting_needs_fewer_calls(sudoku_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["hrm", "trm", "urm", "fprm", "serrm", "transformer"])
-def test_a_trace_is_what_the_network_answers_after_each_step(name):
-    model, batch = tiny_model(name).eval(), random_batch(3)
+@pytest.mark.parametrize("loss_type", ["stablemax_cross_entropy", "softmax_cross_entropy"])
+def test_a_trace_is_what_the_network_answers_after_each_step(name, loss_type):
+    """Its probabilities are those that the loss compares with the labels."""
+    loss = tiny_arch(name).loss.model_dump() | {"loss_type": loss_type}
+    model, batch = tiny_model(name, loss=loss).eval(), random_batch(3)
     trace = record_trace(model, batch)
 
     state = model.network.initial_state(3, seq_len=FACTS.seq_len)
@@ -134,7 +137,9 @@ def test_a_trace_is_what_the_network_answers_after_each_step(name):
         for step in range(model.eval_reasoning("max").max_steps):
             data = batch.inputs, batch.puzzle_identifiers
             state, prediction = model.network(state, *data, reasoning=model.eval_reasoning("max"))
-            probabilities = prediction.logits.double().softmax(-1).numpy()
+            x = prediction.logits.double().numpy()
+            s = np.exp(x) if loss_type.startswith("softmax") else np.where(x < 0, 1 / (1 - x), x + 1)
+            probabilities = s / s.sum(-1, keepdims=True)
             assert np.array_equal(trace.preds[:, step], prediction.logits.argmax(-1))
             np.testing.assert_allclose(trace.confidence[:, step], probabilities.max(-1), rtol=1e-5)
             assert np.array_equal(trace.q_halt[:, step], prediction.q_halt)

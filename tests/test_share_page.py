@@ -194,6 +194,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
 
     facts = json.loads((output / "run" / "page.json").read_text())
     expected = {"kind": "sudoku", "regions": [0, 0, 1, 1] * 2 + [2, 2, 3, 3] * 2, "steps": 6}
+    expected |= {"loss_type": "stablemax_cross_entropy"}
     assert {name: facts[name] for name in expected} == expected
     assert facts["state"] == {"z_H": [17, 32], "z_L": [17, 32]}
     test = open_dataset(sudoku_folder, splits=("test",), read_everything=False).splits["test"].sets["all"]

@@ -179,6 +179,16 @@ def test_a_model_of_any_size_solves_larger_puzzles_with_a_warning(folder, sudoku
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("arch", [{"name": "serrm"}, {"name": "trm", "conv": "instead"}])
+def test_learned_positions_are_of_one_size(folder, sudoku_folder, capsys, arch):
+    """The table of the positions has a row for each cell."""
+    arch = arch | {"pos_encodings": "learned", "puzzle_emb_ndim": 0}
+    model = load(save_run(folder / f"learned_{arch['name']}", sudoku_folder, **arch), device="cpu")
+    with pytest.raises(ValueError, match="^the puzzle has 36 cells of 8 tokens, but .* reads 16 cells of 6"):
+        model.solve("." * 35 + "6", steps=2)
+    assert capsys.readouterr().err == ""
+
+
 def test_an_arc_task_is_known_by_its_demonstrations_or_by_name(arc, folder):
     model, names = load(arc, device="cpu"), json.loads((folder / "arc_data/identifiers.json").read_text())
     tasks = {path.stem: json.loads(path.read_text()) for path in (folder / "tasks").rglob("*.json")}

@@ -36,7 +36,7 @@ export class Model {
    * answer is right. stops: Whether the model would halt here.
    */
   async *reason(inputs, identifier) {
-    const { state: shapes, vocab_size: size } = this.facts;
+    const { state: shapes, vocab_size: size, loss_type } = this.facts;
     const names = Object.keys(shapes);
     const kept = names.map((name) => new Float32Array(shapes[name].reduce((a, b) => a * b, 1)));
     for (let step = 1; ; step++) {
@@ -53,21 +53,23 @@ export class Model {
       names.forEach((name, index) => (kept[index] = outputs[`next_${name}`].data));
       const qHalt = outputs.q_halt.data[0];
       const stops = outputs.wants_to_halt.data[0] === 1;
-      yield { ...readOff(outputs.logits.data, size), halt: 1 / (1 + Math.exp(-qHalt)), stops };
+      yield { ...readOff(outputs.logits.data, size, loss_type === "stablemax_cross_entropy"), halt: 1 / (1 + Math.exp(-qHalt)), stops };
     }
   }
 }
 
-function readOff(logits, size) {
+// Probabilities by stablemax or softmax, as `PROBABILITIES` in models/objective.py.
+function readOff(logits, size, hasStablemax) {
   const count = logits.length / size;
   const tokens = new Array(count), confidence = new Array(count);
   for (let cell = 0; cell < count; cell++) {
     const row = logits.subarray(cell * size, (cell + 1) * size);
     let best = 0, sum = 0;
     for (let token = 1; token < size; token++) if (row[token] > row[best]) best = token;
-    for (let token = 0; token < size; token++) sum += Math.exp(row[token] - row[best]);
+    const weight = (x) => (!hasStablemax ? Math.exp(x - row[best]) : x < 0 ? 1 / (1 - x) : x + 1);
+    for (let token = 0; token < size; token++) sum += weight(row[token]);
     tokens[cell] = best;
-    confidence[cell] = 1 / sum;
+    confidence[cell] = weight(row[best]) / sum;
   }
   return { tokens, confidence };
 }
