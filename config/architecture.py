@@ -133,7 +133,7 @@ class TokenConfig(ArchConfig):
 
     @property
     def reads_any_length(self) -> bool:
-        return self.conv == "instead"
+        return self.conv == "instead" and self.pos_encodings != "learned"
 
     def mistakes(self) -> Iterator[str]:
         if self.conv != "none" and self.mlp_t:
@@ -347,7 +347,6 @@ class SERRMConfig(ArchConfig):
     title: ClassVar[str] = "SE-RRM"
     paper: ClassVar[tuple[str, str]] = "Symbol-Equivariant Recurrent Reasoning Model", "2603.02193"
     cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
-    reads_any_length: ClassVar[bool] = True
 
     name: Literal["serrm"]
     head_dim: _AtLeastOne
@@ -369,6 +368,10 @@ class SERRMConfig(ArchConfig):
     state_noise: StandardDeviation
     damping: Damping
     loss: LossConfig
+
+    @property
+    def reads_any_length(self) -> bool:
+        return self.pos_encodings != "learned"
 
     @property
     def confuses_symbols(self) -> bool:

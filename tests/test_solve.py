@@ -179,6 +179,16 @@ def test_a_model_of_any_size_solves_larger_puzzles_with_a_warning(folder, sudoku
     assert capsys.readouterr().err == ""
 
 
+def test_a_model_with_learned_positions_refuses_larger_puzzles_without_a_warning(
+    folder, sudoku_folder, capsys
+):
+    arch = {"name": "serrm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}
+    model = load(save_run(folder / "learned", sudoku_folder, **arch), device="cpu")
+    with pytest.raises(ValueError, match="the puzzle has 36 cells of 8 tokens, but .* reads 16 cells"):
+        model.solve("." * 35 + "6", steps=2)
+    assert capsys.readouterr().err == ""
+
+
 def test_an_arc_task_is_known_by_its_demonstrations_or_by_name(arc, folder):
     model, names = load(arc, device="cpu"), json.loads((folder / "arc_data/identifiers.json").read_text())
     tasks = {path.stem: json.loads(path.read_text()) for path in (folder / "tasks").rglob("*.json")}
