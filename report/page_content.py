@@ -42,6 +42,7 @@ def page_values(run: RunRecord, traced: TracedPuzzles | None) -> dict[str, Any]:
         "highlights": _highlights(run, traced),
         "pictures": packed,
         "is_search": traced is not None and traced.is_search,
+        "has_candidates": traced is not None and traced.has_candidates,
         "num_pictures": num_pictures,
         "num_puzzles": traced.num_puzzles if traced else 0,
         "has_variants": traced is not None and traced.has_variants,
