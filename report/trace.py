@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
@@ -82,7 +83,9 @@ class TracedPuzzles:
         return (self.labels != IGNORE_LABEL_ID).any(axis=1)
 
 
-def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
+def trace_of_run(
+    folder: Path, *, data: Sequence[Path] | None, num_puzzles: int, device: torch.device | None = None
+) -> TracedPuzzles:
     """Runs the model of a run on test puzzles, and returns its answer after each thinking step.
 
     Raises ValueError if the checkpoint or the data are missing, or do not fit each other.
@@ -90,11 +93,14 @@ def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int)
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
     num_puzzles: Approximate number of puzzles. For a search model (LDT), it is at most 40.
+    device: Device of the model, in a process that has set its threads. If None, this function sets the
+    threads, and chooses a GPU if there is one.
     """
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
-    set_cpu_threads("auto")
-    device = choose_device("auto")
+    if device is None:
+        set_cpu_threads("auto")
+        device = choose_device("auto")
     forward_dtype = choose_evaluation_format(checkpoint.arch.forward_dtype, device).name
     match = find_match(checkpoint, opened)
     opened, puzzles, _ = known_puzzles(opened, match, model=str(checkpoint))

@@ -26,6 +26,7 @@ from models.trm import TRM
 from report.__main__ import main
 from report.charts import Line, duration, line_chart
 from report.compare import comparison_charts
+from report.page import report_run
 from report.page_content import learning_charts
 from report.run import RunRecord, read_run
 from report.table import _OF_OUTPUT, Table, build_table, group_runs, without_repeats
@@ -160,6 +161,14 @@ def test_mistakes_are_one_line(reported, tmp_path, given, words):
     arguments = given.replace("RUN", str(reported)).replace("HERE", str(tmp_path))
     check(refusal(*arguments.split()), words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_of_a_training_runs_on_its_device(sudoku_folder, tmp_path, monkeypatch):
+    """With device=cpu, also on a machine with a GPU that the run must not use."""
+    run = write_run(tmp_path / "run", sudoku_folder)
+    monkeypatch.setattr("report.trace.choose_device", lambda _: pytest.fail("another device is chosen"))
+    report_run(run, torch.device("cpu"))
+    assert 'id="pictures"' in (run / "report.html").read_text()
 
 
 def test_missing_packages_are_named(reported, monkeypatch):
