@@ -232,6 +232,22 @@ def test_a_log_of_huge_numbers_has_a_report(tmp_path):
         main([str(tmp_path), "--puzzles", "0", "--output", str(tmp_path / "page.html")])
 
 
+def test_a_log_of_impossible_accuracies_has_a_report(tmp_path):
+    after_step = "exact_accuracy_after_step_"
+    for number, metrics in enumerate([
+        {f"{after_step}1": -0.5, "exact_accuracy": 1.5, "count": 10},
+        {f"{after_step}1": 0.5, "exact_accuracy": -0.5, "count": -3},
+        {f"{after_step}1": 0.5, "exact_accuracy": 0.5, "count": 1e308},
+        {f"{after_step}007": 0.5, f"{after_step}{'9' * 400}": 0.5, f"{after_step}\u00b2": 0.5, "5": 0.5},
+        {"unseen/exact_accuracy": 0.5, "unseen/count": 3, "count": 0, "distinct_count": 2},
+    ]):  # fmt: skip
+        run = tmp_path / f"run{number}"
+        run.mkdir()
+        row = {f"eval/all/{name}": value for name, value in metrics.items()}
+        (run / METRICS_FILE).write_text(json.dumps({"step": 1, **row}) + "\n")
+        main([str(run), "--puzzles", "0"])
+
+
 def test_a_name_in_a_table_is_not_code_of_latex_or_markdown():
     table = Table(["runs", "solved"], [["\\input{/x} ~^>a_b\n| c", "1.000"]], [{}])
     name = r"\textbackslash{}input\{/x\} \textasciitilde{}\textasciicircum{}$>$a\_b"
