@@ -232,6 +232,14 @@ def test_a_log_of_huge_numbers_has_a_report(tmp_path):
         main([str(tmp_path), "--puzzles", "0", "--output", str(tmp_path / "page.html")])
 
 
+def test_a_run_may_be_called_best(tmp_path):
+    for name in ("best", "step_3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / METRICS_FILE).write_text('{"step": 1, "train/lm_loss": 1.0}\n')
+        main([str(tmp_path / name), "--puzzles", "0"])
+        assert (tmp_path / name / "report.html").exists()
+
+
 def test_a_log_of_impossible_accuracies_has_a_report(tmp_path):
     after_step = "exact_accuracy_after_step_"
     for number, metrics in enumerate([
