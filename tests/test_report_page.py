@@ -24,7 +24,7 @@ from evaluation.intervals import wilson_interval
 from evaluation.trace import record_trace
 from models.trm import TRM
 from report.__main__ import main
-from report.charts import Line, duration, line_chart
+from report.charts import Line, duration, line_chart, short
 from report.compare import comparison_charts
 from report.page import report_run
 from report.page_content import learning_charts
@@ -423,6 +423,13 @@ def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(9876, "9,876"), (999_499, "999 k"), (999_500, "1 M"), (999_999_999, "1 G")]
+)
+def test_counts(number, text):
+    assert short(number) == text
 
 
 def test_labels_of_a_narrow_axis_differ():
