@@ -185,6 +185,8 @@ def test_runs_before_and_after_their_data_was_rebuilt_are_two_groups(sudoku_fold
         ("data=ffffffff", 2),
         ("data=00000000", 1),
     ]
+    main([*map(str, folders[1:]), "--output", str(tmp_path / "both.html")])
+    assert "The runs use different data" in (tmp_path / "both.html").read_text()
 
 
 @pytest.mark.slow
