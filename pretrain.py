@@ -101,7 +101,7 @@ def train(program: Program[PretrainConfig]) -> int:
             log.info(f"nothing to do: {schedule.describe(state.step)}")
             if config.report:  # Example: the run was finished before this key was set.
                 with program.watchdog.paused():
-                    report_run(folder)
+                    report_run(folder, program.device)
             return 0
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
@@ -229,7 +229,7 @@ def run_steps(
             if config.report and not is_stopped:
                 from report.page import report_run
 
-                report_run(folder)
+                report_run(folder, program.device)
             monitor.close()
     return is_stopped
 

@@ -42,6 +42,8 @@ _COLLECTIVES = {
     "all_gather_single": (0, lambda n: (n - 1) / n, "weights of shards"),
     "all_gather_into_tensor": (0, lambda n: (n - 1) / n, "weights of shards"),
     "broadcast": (0, lambda n: (n - 1) / n, "weights of shards"),
+    "gather": (0, lambda n: (n - 1) / n, "updates of matrices"),  # mean over ranks that take turns as root
+    "scatter": (0, lambda n: (n - 1) / n, "updates of matrices"),
     "all_to_all_single": (1, lambda n: (n - 1) / n, "gradients of puzzle rows"),
 }
 

@@ -19,7 +19,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
@@ -130,7 +131,8 @@ class FlatSync(GradientSync):
                 if view.storage_offset() < end
             )
             bucket.num_parameters += 1
-            hook = functools.partial(self._gradient_is_complete, bucket)
+            # Python cannot free a cycle of a parameter and its hook, so the hook must not keep `self` alive.
+            hook = functools.partial(_call_if_alive, weakref.WeakMethod(self._gradient_is_complete), bucket)
             flat.parameters[name].register_post_accumulate_grad_hook(hook)
         for bucket in self._buckets:
             bucket.missing = bucket.num_parameters
@@ -155,7 +157,7 @@ class FlatSync(GradientSync):
         self._num_started = 0
         return self.flat.scalars.pop()
 
-    def _gradient_is_complete(self, bucket: _Bucket, _parameter: Tensor) -> None:
+    def _gradient_is_complete(self, bucket: _Bucket) -> None:
         if self._is_accumulating:
             return
         bucket.missing -= 1
@@ -174,6 +176,13 @@ class FlatSync(GradientSync):
                 bucket.work = dist.all_reduce(bucket.send_buffer, group=group, async_op=True)
             self.flat.scalars.is_closed |= bucket is self._buckets[-1]
         self._num_started = max(self._num_started, until)
+
+
+def _call_if_alive(
+    method: weakref.WeakMethod[Callable[[_Bucket], None]], bucket: _Bucket, _parameter: Tensor
+) -> None:
+    if (alive := method()) is not None:
+        alive(bucket)
 
 
 class SharedMemorySync(GradientSync):

@@ -53,11 +53,13 @@ class Evaluators:
     def __init__(self, names: Sequence[str] | None, data: Dataset):
         self._data = data
         self._of_folder: dict[Path, list[Evaluator]] = {folder: [] for folder in data.folders}
-        several = [folder for folder in data.folders if "test" in splits_with_several_solutions(folder)]
-        kinds = dict.fromkeys(builder["name"] for folder in several if (builder := read_builder(folder)))
-        for kind in kinds if names is not None and is_main() else ():
+        kinds: dict[str, Path] = {}  # {kind: first folder with test puzzles that have several right answers}
+        for folder in data.folders:
+            if "test" in splits_with_several_solutions(folder) and (builder := read_builder(folder)):
+                kinds.setdefault(builder["name"], folder)
+        for kind, folder in kinds.items() if names is not None and is_main() else ():
             if kind not in names:
-                text = f"test puzzles of {several[0]} have several solutions, so valid answers count as wrong"
+                text = f"test puzzles of {folder} have several solutions, so valid answers count as wrong"
                 log.info(f"{text}. Add {kind} to evaluators.")
         for name in kinds if names is None else names:
             failures = []

@@ -16,12 +16,12 @@ def wilson_interval(success_rate: float, count: int, *, z: float = 1.959964) -> 
     The interval is also accurate for fractions near 0 or 1, and for few trials. If `success_rate` is a mean
     of values between 0 and 1, such as fractions of correct cells, the interval is wider than necessary.
 
-    success_rate: Fraction of successes, in [0, 1].
+    success_rate: Fraction of successes. A number outside of [0, 1] counts as 0 or 1.
     count: Number of independent trials, at least 1.
     z: Quantile of the normal distribution. It sets the confidence, 1.96 for 95 %.
     """
     assert count >= 1
-    assert 0 <= success_rate <= 1
+    success_rate = min(max(success_rate, 0.0), 1.0)
     shrinkage = z * z / count
     centre = (success_rate + shrinkage / 2) / (1 + shrinkage)
     variance = success_rate * (1 - success_rate) / count + shrinkage / (4 * count)

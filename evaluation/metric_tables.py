@@ -15,6 +15,7 @@ from evaluation.selection import ORACLE
 INTERVAL_ENDS = ("low", "high")
 TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are texts
 
+_MOST_PUZZLES = 10**15  # a log may contain any number
 _SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
 
 Columns = Mapping[str, Mapping[str, float | str]]  # {test set: {metric: value}}
@@ -31,7 +32,7 @@ def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
         completed[name] = value
         evaluator, slash, _ = name.rpartition("/")
         if is_share(name) and (count := independent_count(values, f"{evaluator}{slash}")) > 0:
-            completed |= interval_of(name, min(max(value, 0.0), 1.0), count)
+            completed |= interval_of(name, value, count)
     return completed
 
 
@@ -49,9 +50,9 @@ def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
     count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
     num_examples = values.get("unseen/count" if evaluator.startswith("unseen/") else "count", 0)
     counts_examples = count == num_examples
-    if count and counts_examples and (distinct := values.get("distinct_count")):
-        return max(round(distinct * count / num_rows), 1)
-    return int(count)
+    if count > 0 and num_rows > 0 and counts_examples and (distinct := values.get("distinct_count")):
+        count = max(distinct * count / num_rows, 1)
+    return round(min(max(count, 0), _MOST_PUZZLES))
 
 
 def interval_of(metric: str, share: float, count: int) -> dict[str, float]:

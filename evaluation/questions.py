@@ -101,11 +101,16 @@ class Questions:
         if not number or not all((path / "test" / "dataset.json").is_file() for path in self._folders):
             return number
         data = open_datasets(self._folders, splits=("test",), read_everything=False)
-        match = find_match(self._checkpoint, data)
+        match, where = find_match(self._checkpoint, data), ", ".join(map(str, self._folders))
         if match is None:
+            count, known = (each.num_puzzle_identifiers for each in (data.metadata, self.info.metadata))
+            if count != known:  # the model is built for `known`, so `load_trained_model` does not see it
+                raise ValueError(
+                    f"{where} has {count} puzzle identifiers, but {self._checkpoint} was trained with "
+                    f"{known}. Set data_path to the dataset that it was trained on."
+                )
             return number
         if match.rows[number] < 0:
-            where = ", ".join(map(str, self._folders))
             raise ValueError(
                 f"{self._checkpoint} has no embedding for the puzzle identifier {number} of {where}. Set "
                 "data_path to the dataset that it was trained on."

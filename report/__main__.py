@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors, warn
+from runtime.metrics_file import METRICS_FILE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         warn_of = functools.partial(warn, "report")
         for run in options.runs:
-            if re.fullmatch(r"step_\d+|best", run.name):
+            if re.fullmatch(r"step_\d+|best", run.name) and not (run / METRICS_FILE).exists():
                 raise ValueError(f"{run} is a checkpoint, not a run folder. Pass {run.parent}.")
         if options.table:
             from report.table import write_table

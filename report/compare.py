@@ -52,7 +52,8 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
     groups = group_runs(runs)
     table = build_table(groups)
     formats = {"Markdown": table.to_markdown(), "LaTeX": table.to_latex(), "CSV": table.to_csv()}
-    differs = "data_path" in groups[0].settings
+    hashes = {group.settings.get("data") for group in groups} - {None, "unknown"}  # of a rebuilt folder
+    differs = "data_path" in groups[0].settings or len(hashes) > 1
     other_data = ". The runs use different data, so their accuracies are not comparable" if differs else ""
     grouped = f" in {len(groups)} groups" if len(groups) > 1 else " in one group"
     count = f"{len(runs)} runs" + (grouped if len(groups) < len(runs) else "")

@@ -65,7 +65,7 @@ function showStep(number) {
   $("step").value = step;
   $("step-name").textContent = `thinking step ${step} of ${steps}`;
   const cells = puzzle.answers[step - 1], before = step > 1 ? puzzle.answers[step - 2] : null;
-  const board = content.is_search ? puzzle.candidates[step - 1] : null, guess = puzzle.guesses[step - 1];
+  const board = content.has_candidates ? puzzle.candidates[step - 1] : null, guess = puzzle.guesses[step - 1];
   const goesOn = board && step > 1 && puzzle.guesses[step - 2] !== ANEW && guess !== ANEW;
   const boardBefore = goesOn ? puzzle.candidates[step - 2] : null;
   const changed = cells.map((token, cell) => before !== null && before[cell] !== token && guess !== ANEW);
@@ -79,8 +79,6 @@ function showStep(number) {
   [...$("bars").children].forEach((bar, index) => bar.classList.toggle("now", index + 1 === step));
 }
 
-/** Returns whether a search ended without an answer. */
-const isOpen = ({ candidates }) => content.is_search && !candidates.at(-1).every(isOne);
 const numCandidates = (board) => board.reduce((sum, bits) => sum + bits.toString(2).replaceAll("0", "").length, 0);
 
 function searchFacts({ board, boardBefore, guess }) {
@@ -102,7 +100,7 @@ function showFacts({ board, boardBefore, guess, counted, numWrong, numChanged, l
     ...(board ? searchFacts({ board, boardBefore, guess }) : [
       ["cells just changed", numChanged ?? "\u2013"],
       ["lowest confidence of a cell", fraction(leastSure)],
-      ["probability of being right (Q head)", fraction(puzzle.rated[step - 1] / 100)],
+      ...(content.is_search ? [] : [["probability of being right (Q head)", fraction(puzzle.rated[step - 1] / 100)]]),
       ["would halt", `after step ${puzzle.halts_at}`],
     ]),
   ];
@@ -136,8 +134,8 @@ function showList(list) {
     const { answers, has_label, label, name, row, stays_right_from: from } = puzzle, { steps } = content;
     const shareWrong = count(wrongIn(answers[steps - 1], puzzle)) / label.length;
     const depth = from ? 12 + (78 * (from - 1)) / Math.max(steps - 1, 1) : 40 + 60 * shareWrong;
-    const outcome = !has_label ? "no label" : from ? `right from step ${from}` : isOpen(puzzle) ? "undecided" : "wrong";
-    const className = !has_label || isOpen(puzzle) ? "unlabelled" : from ? "" : "failed";
+    const outcome = !has_label ? "no label" : from ? `right from step ${from}` : puzzle.is_undecided ? "undecided" : "wrong";
+    const className = !has_label || puzzle.is_undecided ? "unlabelled" : from ? "" : "failed";
     const title = `${row}${name ? ` ${name}` : ""}: ${outcome}`;
     const square = addButton($("map"), { tabIndex: -1, puzzle, role: "option", className, title });
     square.style.setProperty("--depth", `${depth}%`);
@@ -192,9 +190,9 @@ function watch(unpacked) {
   content.clues = new Set(clues);
   content.hasSets = new Set(puzzles.map((puzzle) => puzzle.set)).size > 1;
   const solved = puzzles.filter((puzzle) => puzzle.stays_right_from !== null);
-  const failed = puzzles.filter((puzzle) => puzzle.has_label && puzzle.stays_right_from === null && !isOpen(puzzle));
+  const failed = puzzles.filter((puzzle) => puzzle.has_label && puzzle.stays_right_from === null && !puzzle.is_undecided);
   const lists = { All: puzzles, Easiest: solved.slice(0, 24), "Hardest solved": solved.toReversed().slice(0, 24), Wrong: failed };
-  if (content.is_search) lists["Undecided"] = puzzles.filter(isOpen);
+  if (content.is_search) lists["Undecided"] = puzzles.filter((puzzle) => puzzle.is_undecided);
   filters = Object.entries(lists).map(([name, list]) => {
     const onClick = () => { showList(list); showPuzzle(list[0]); };
     const labels = { textContent: `${name} ${list.length}`, disabled: !list.length };

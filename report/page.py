@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from checkpointing.finding import Checkpoint
 from dataset.drawing import SCRIPTS, THEME
@@ -35,6 +36,7 @@ def write_report(
     num_puzzles: int = NUM_PUZZLES,
     traced: TracedPuzzles | None = None,
     evaluation: Path | None = None,
+    device: torch.device | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Writes the report of a run as an HTML file, and returns its path.
@@ -52,6 +54,7 @@ def write_report(
             effect.
         evaluation: Folder of the evaluation to report. If None, the newest one with default options, from
             evaluate.py or from the log of the run.
+        device: Device of the model. If None, a GPU if there is one.
         warn: Function that is called with the text of each warning.
 
     Raises:
@@ -65,7 +68,7 @@ def write_report(
     missing = []
     if traced is None and num_puzzles:
         try:
-            traced = trace_of_run(folder, data=data, num_puzzles=num_puzzles)
+            traced = trace_of_run(folder, data=data, num_puzzles=num_puzzles, device=device)
         except ValueError as error:
             if data is not None:  # the caller asked for this data
                 raise
@@ -77,14 +80,14 @@ def write_report(
     return path
 
 
-def report_run(folder: Path) -> None:
+def report_run(folder: Path, device: torch.device) -> None:
     """On rank 0, writes the report of a finished training into its run folder.
 
-    An error is logged as a warning. On other ranks, does nothing.
+    An error is logged as a warning. On other ranks, does nothing. device: Device of this rank.
     """
     if is_main():
         try:
-            log.info(f"wrote {write_report(folder, warn=log.warning)}")
+            log.info(f"wrote {write_report(folder, device=device, warn=log.warning)}")
         except Exception as error:  # The training is complete: do not fail the run.
             log.warning(f"report not written: {error}")
 

@@ -1,5 +1,6 @@
 """What the page of a run shows: key numbers, charts, a table of results, and how the run was made."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def page_values(run: RunRecord, traced: TracedPuzzles | None) -> dict[str, Any]:
         "highlights": _highlights(run, traced),
         "pictures": packed,
         "is_search": traced is not None and traced.is_search,
+        "has_candidates": traced is not None and traced.has_candidates,
         "num_pictures": num_pictures,
         "num_puzzles": traced.num_puzzles if traced else 0,
         "has_variants": traced is not None and traced.has_variants,
@@ -246,10 +248,12 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
     lines, key = [], "exact_accuracy_after_step_"
     for index, (set_name, values) in enumerate(run.evaluation.items()):
-        steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())
-        shares = [values[f"{key}{step}"] for step in steps]
+        matches = {metric: re.fullmatch(f"{key}([1-9][0-9]{{0,5}})", metric) for metric in values}
+        found = {int(match[1]): values[metric] for metric, match in matches.items() if match}
+        steps = sorted(found)
+        shares = [found[step] for step in steps]
         count = independent_count(values)
-        ends = [wilson_interval(min(share, 1.0), count) for share in shares] if count else []
+        ends = [wilson_interval(share, count) for share in shares] if count else []
         name = set_name if len(run.evaluation) > 1 else ""
         role = "accent" if index == 0 else f"series{index % 8 + 1}"
         low, high = [low for low, _ in ends], [high for _, high in ends]

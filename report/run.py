@@ -238,7 +238,7 @@ def _read_evaluation(
             continue
         if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()):
             results = {
-                set_name: {key: value for key, value in values.items() if is_number(value) or key in TEXTS}
+                set_name: {key: value for key, value in values.items() if _is_drawable(value) or key in TEXTS}
                 for set_name, values in found.items()
             }
         else:
@@ -266,6 +266,6 @@ def _can_be_drawn(scaling: Any) -> bool:
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     for row in reversed(rows):
-        if results := metrics_by_set({name: value for name, value in row.items() if is_number(value)}):
+        if results := metrics_by_set({name: value for name, value in row.items() if _is_drawable(value)}):
             return {set_name: with_intervals(values) for set_name, values in results.items()}
     return {}

@@ -283,7 +283,7 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
         for set_name in run.eval_sets()
     ]
     count = sum(map(independent_count, sets))
-    return wilson_interval(min(shares[0], 1.0), count) if shares and count else (None, None)
+    return wilson_interval(shares[0], count) if shares and count else (None, None)
 
 
 def write_table(folders: Sequence[Path], path: Path, *, columns: Sequence[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
@@ -44,6 +45,7 @@ class TracedPuzzles:
                   If a puzzle has several right answers and the model's last answer is one of them, the label
                   is the model's last answer
     trace         answers and probabilities after each step (`evaluation.trace.Trace`)
+    is_search     whether the model is a search (LDT). With many tokens, its trace has no candidates
     num_puzzles   number of puzzles in the complete test sets. Augmented variants do not count
     has_variants  whether the test sets contain augmented variants of puzzles
     checkpoint    path of the checkpoint
@@ -56,6 +58,7 @@ class TracedPuzzles:
     inputs: np.ndarray
     labels: np.ndarray
     trace: Trace
+    is_search: bool
     num_puzzles: int
     has_variants: bool
     checkpoint: Path
@@ -72,7 +75,7 @@ class TracedPuzzles:
         return ~self.is_wrong.any(axis=2)
 
     @property
-    def is_search(self) -> bool:
+    def has_candidates(self) -> bool:
         return self.trace.candidates.shape[2] > 0
 
     @property
@@ -80,7 +83,9 @@ class TracedPuzzles:
         return (self.labels != IGNORE_LABEL_ID).any(axis=1)
 
 
-def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
+def trace_of_run(
+    folder: Path, *, data: Sequence[Path] | None, num_puzzles: int, device: torch.device | None = None
+) -> TracedPuzzles:
     """Runs the model of a run on test puzzles, and returns its answer after each thinking step.
 
     Raises ValueError if the checkpoint or the data are missing, or do not fit each other.
@@ -88,11 +93,14 @@ def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int)
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
     num_puzzles: Approximate number of puzzles. For a search model (LDT), it is at most 40.
+    device: Device of the model, in a process that has set its threads. If None, this function sets the
+    threads, and chooses a GPU if there is one.
     """
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
-    set_cpu_threads("auto")
-    device = choose_device("auto")
+    if device is None:
+        set_cpu_threads("auto")
+        device = choose_device("auto")
     forward_dtype = choose_evaluation_format(checkpoint.arch.forward_dtype, device).name
     match = find_match(checkpoint, opened)
     opened, puzzles, _ = known_puzzles(opened, match, model=str(checkpoint))
@@ -153,6 +161,7 @@ def trace_puzzles(
         inputs=inputs,
         labels=info.labels_for(inputs, labels, trace.preds[:, -1]),
         trace=trace,
+        is_search=model.network.is_search,
         num_puzzles=sum(len(original_rows(test_set)) for test_set in sets.values()),
         has_variants=any(len(original_rows(test_set)) < test_set.num_examples for test_set in sets.values()),
         checkpoint=path,
@@ -220,22 +229,28 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
     confidences       for each step, the confidence in each cell: a list of integers from 0 to 100
     stays_right_from  number of the first step from which the answer stays right. null if the last answer is
                       wrong or the puzzle has no label
+    is_undecided      whether a search model (LDT) ended without an answer
     rated             for each step, from 0 to 100: the predicted probability that the answer is right. For a
-                      search model (LDT): the percentage of cells with only one possible token
-    candidates        only for a search model (LDT): for each step, a list of bit masks of possible tokens
+                      search model: the percentage of cells with only one possible token. Without
+                      `candidates`: 100 if the search is solved, otherwise 0
+    candidates        only for a search model with at most 31 tokens: for each step, a list of bit masks of
+                      possible tokens
     guesses           for each step, the index of the cell that a search model guesses. Negative: no guess
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}
-    head["is_search"] = puzzles.is_search
+    head |= {"is_search": puzzles.is_search, "has_candidates": puzzles.has_candidates}
+    is_undecided = puzzles.is_search & ~trace.wants_to_halt.any(axis=1)
     right, has_labels = puzzles.is_right, puzzles.has_labels
     stays_right = np.flip(np.logical_and.accumulate(np.flip(right, axis=1), axis=1), axis=1)
     settled = np.where(right[:, -1], stays_right.argmax(axis=1) + 1, steps + 1)
     num_cells = np.maximum((puzzles.labels != IGNORE_LABEL_ID).sum(axis=1), 1)
     shares = puzzles.is_wrong.sum(axis=2) / num_cells[:, None]
     rated = _sigmoid(trace.q_halt)
-    if puzzles.is_search:
+    if puzzles.has_candidates:
         rated = (trace.candidates & (trace.candidates - 1) == 0).mean(axis=2)
+    elif puzzles.is_search:
+        rated = trace.wants_to_halt
     rated = np.rint(100 * rated).astype(int)
     order = np.lexsort((puzzles.rows, shares.mean(axis=1), shares[:, -1], settled))
     drawn = [
@@ -246,6 +261,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
             "halts_at": int(trace.halting_steps[index]),
             "stays_right_from": int(settled[index]) if has_labels[index] and right[index, -1] else None,
             "has_label": bool(has_labels[index]),
+            "is_undecided": bool(is_undecided[index]),
             "rated": rated[index].tolist(),
             **_grids(style, puzzles.inputs[index], puzzles.labels[index], trace, index),
         }

@@ -101,6 +101,7 @@ def random_traces(*, steps: int = 3, n: int = 200, seed: int = 0) -> TracedPuzzl
         inputs=np.ones((n, 4), np.int32),
         labels=labels,
         trace=trace,
+        is_search=False,
         num_puzzles=n,
         has_variants=False,
         checkpoint=Path("step_1"),

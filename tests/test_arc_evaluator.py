@@ -89,6 +89,21 @@ def test_which_grids_are_submitted(tmp_path, votes, expected):
     assert metrics["arc/votes"] == len(votes)
 
 
+def test_a_search_that_found_no_answer_submits_none(tmp_path):
+    """Its open cells show the puzzle. That is not a grid of the model, even if it is right."""
+    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
+    given = arc_answers(
+        folder, ONE_TASK, [Prediction("a", 0, B), Prediction(TURNED, 0, B), Prediction("a", 0, C)]
+    )
+    for is_decided, submitted in (([False, False, True], (C, C)), ([False] * 3, ([[0]], [[0]]))):
+        evaluator = arc_evaluator(folder)
+        evaluator.add("all", given._replace(is_decided=np.array(is_decided)))
+        metrics = metrics_of(evaluator)["all"]
+        assert (metrics["arc/pass@2"], metrics["arc/votes"]) == (0, 3)
+        evaluator.write(folder)
+        assert json.loads((folder / "submission.json").read_text())["a"] == [attempts(*submitted)]
+
+
 def test_what_nobody_answered_keeps_its_place(tmp_path):
     """Task a: one of two inputs right. b: no vote. c: in no set. So 0.5 / 3, or 1, if only answers count."""
     tasks: Tasks = {"a": [(A, B), (C, D)], "b": [(A, B)], "c": [(A, A), (B, B)]}

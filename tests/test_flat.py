@@ -1,7 +1,9 @@
 """The order of parameters in memory; gradients summed over ranks against torch's own of the whole batch."""
 
+import gc
 import itertools
 import sys
+import weakref
 
 import pytest
 import torch
@@ -187,3 +189,16 @@ def test_without_gradients_the_scalars_alone_travel():
     sync.flat.scalars.add(loss=3)
     assert sync.finish()["loss"].tolist() == [3]
     assert sync.finish()["loss"].tolist() == [0], "sent once"
+
+
+def test_a_model_is_freed_together_with_its_sync():
+    model = _Model()
+    sync = _build_sync(model)
+    sync.zero()
+    with sync.micro_batch(is_last=True):
+        _backward(sync, _share(), uses_all=True)
+    sync.finish()
+    references = [weakref.ref(each) for each in (model, sync, sync.flat)]
+    del model, sync
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3

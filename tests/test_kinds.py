@@ -4,6 +4,7 @@ import math
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import BOXES
 from dataset.kinds.sudoku.texts import SYMBOLS
 from evaluation.evaluators import Evaluators
+from runtime.writing import write_json
 from tests import sudoku_source
 from tests.maze_source import to_tokens
 from tests.ranks import REPOSITORY
@@ -169,6 +171,19 @@ def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path
     assert not Evaluators([], several)
     shown = "".join(capsys.readouterr())
     assert "several solutions, so valid answers count as wrong. Add sudoku to evaluators." in shown
+
+
+def test_each_kind_with_several_solutions_is_named_with_its_folder(tmp_path, capsys):
+    folders = [tmp_path / name for name in ("no_builder", "queens", "coloring")]
+    for folder in folders:
+        builder = {"builder": {"name": folder.name, "arguments": {}}} if folder != folders[0] else {}
+        folder.mkdir()
+        write_json(folder / "manifest.json", builder | {"several_solutions": {"test": 1}})
+    Evaluators([], SimpleNamespace(folders=folders))
+    shown = " ".join("".join(capsys.readouterr()).split())
+    for folder in folders[1:]:
+        expected = f"test puzzles of {folder} have several solutions, so valid answers count as wrong"
+        assert f"{expected}. Add {folder.name} to evaluators." in shown
 
 
 _NEW_KIND = """

@@ -279,6 +279,19 @@ def test_a_report_has_the_boards_of_a_search(data):
             assert guess < 0 or is_one[step][guess] and before[guess] & (before[guess] - 1)
 
 
+def test_a_report_of_many_tokens_is_also_that_of_a_search(data, monkeypatch):
+    """A mask of candidates has too few bits. LDT has no Q head, so there is no calibration."""
+    monkeypatch.setattr("evaluation.trace.MOST_TOKENS", 3)
+    traced = trace_puzzles(searching_model(data), data, num_puzzles=50, batch_size=8, path=Path("step_1"))
+    assert reliability(traced) is None
+    content = picture_data(traced)
+    assert (content["is_search"], content["has_candidates"]) == (True, False)
+    for puzzle in content["puzzles"]:
+        solved = [100 * (step >= puzzle["halts_at"] and not puzzle["is_undecided"]) for step in range(1, 21)]
+        assert puzzle["rated"] == solved
+    assert {puzzle["is_undecided"] for puzzle in content["puzzles"]} == {False, True}
+
+
 def test_a_search_starts_with_few_samples_and_the_first_to_halt_answers(data, monkeypatch):
     """Sample 9 halts after its step 2. It starts after 3 steps, and 8 samples run before."""
     model, started = searching_model(data).eval(), []

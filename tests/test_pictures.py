@@ -58,6 +58,16 @@ def test_wrong_cells_are_marked_and_captions_count_steps():
     assert "x: never right; would halt after step 1" in text
 
 
+def test_a_puzzle_without_a_label_is_not_called_right():
+    inputs, unknown = np.full((1, 16), 2), np.full((1, 16), IGNORE_LABEL_ID)
+    thoughts = Thoughts(
+        find_kind("maze").style, inputs, unknown, _thoughts(inputs[:, None], halts_after=1), ["x"]
+    )
+    text = thoughts.html()
+    assert "x: no label; would halt after step 1" in text
+    assert ("puzzle</text>" in text, "solution</text>" in text) == (True, False)
+
+
 @pytest.mark.parametrize("style", [Style(), *(find_kind(name).style for name in kind_names())])
 def test_every_look_can_be_drawn(style):
     tokens = np.random.default_rng(0).integers(0, 40, (2, 36))

@@ -24,8 +24,9 @@ from evaluation.intervals import wilson_interval
 from evaluation.trace import record_trace
 from models.trm import TRM
 from report.__main__ import main
-from report.charts import Line, duration, line_chart
+from report.charts import Line, duration, line_chart, short
 from report.compare import comparison_charts
+from report.page import report_run
 from report.page_content import learning_charts
 from report.run import RunRecord, read_run
 from report.table import _OF_OUTPUT, Table, build_table, group_runs, without_repeats
@@ -162,6 +163,14 @@ def test_mistakes_are_one_line(reported, tmp_path, given, words):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_report_of_a_training_runs_on_its_device(sudoku_folder, tmp_path, monkeypatch):
+    """With device=cpu, also on a machine with a GPU that the run must not use."""
+    run = write_run(tmp_path / "run", sudoku_folder)
+    monkeypatch.setattr("report.trace.choose_device", lambda _: pytest.fail("another device is chosen"))
+    report_run(run, torch.device("cpu"))
+    assert 'id="pictures"' in (run / "report.html").read_text()
+
+
 def test_missing_packages_are_named(reported, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "a report needs matplotlib. Run pip install matplotlib." in refusal(reported)
@@ -176,6 +185,8 @@ def test_runs_before_and_after_their_data_was_rebuilt_are_two_groups(sudoku_fold
         ("data=ffffffff", 2),
         ("data=00000000", 1),
     ]
+    main([*map(str, folders[1:]), "--output", str(tmp_path / "both.html")])
+    assert "The runs use different data" in (tmp_path / "both.html").read_text()
 
 
 @pytest.mark.slow
@@ -221,6 +232,30 @@ def test_a_log_of_huge_numbers_has_a_report(tmp_path):
         rows = [json.dumps({"step": step, **metrics}) + "\n" for step in (1, 2, 3)]
         (tmp_path / "metrics.jsonl").write_text("".join(rows))
         main([str(tmp_path), "--puzzles", "0", "--output", str(tmp_path / "page.html")])
+
+
+def test_a_run_may_be_called_best(tmp_path):
+    for name in ("best", "step_3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / METRICS_FILE).write_text('{"step": 1, "train/lm_loss": 1.0}\n')
+        main([str(tmp_path / name), "--puzzles", "0"])
+        assert (tmp_path / name / "report.html").exists()
+
+
+def test_a_log_of_impossible_accuracies_has_a_report(tmp_path):
+    after_step = "exact_accuracy_after_step_"
+    for number, metrics in enumerate([
+        {f"{after_step}1": -0.5, "exact_accuracy": 1.5, "count": 10},
+        {f"{after_step}1": 0.5, "exact_accuracy": -0.5, "count": -3},
+        {f"{after_step}1": 0.5, "exact_accuracy": 0.5, "count": 1e308},
+        {f"{after_step}007": 0.5, f"{after_step}{'9' * 400}": 0.5, f"{after_step}\u00b2": 0.5, "5": 0.5},
+        {"unseen/exact_accuracy": 0.5, "unseen/count": 3, "count": 0, "distinct_count": 2},
+    ]):  # fmt: skip
+        run = tmp_path / f"run{number}"
+        run.mkdir()
+        row = {f"eval/all/{name}": value for name, value in metrics.items()}
+        (run / METRICS_FILE).write_text(json.dumps({"step": 1, **row}) + "\n")
+        main([str(run), "--puzzles", "0"])
 
 
 def test_a_name_in_a_table_is_not_code_of_latex_or_markdown():
@@ -390,6 +425,13 @@ def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(9876, "9,876"), (999_499, "999 k"), (999_500, "1 M"), (999_999_999, "1 G")]
+)
+def test_counts(number, text):
+    assert short(number) == text
 
 
 def test_labels_of_a_narrow_axis_differ():

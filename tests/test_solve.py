@@ -17,6 +17,7 @@ import torch
 import models
 from config.compose import config_with
 from config.programs import SolveConfig
+from dataset.build import build_dataset
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.files import open_dataset
@@ -208,6 +209,19 @@ def test_an_arc_task_is_known_by_its_demonstrations_or_by_name(arc, folder):
     answer = model.solve(task | {"test": [{"input": [[1]]}, {"input": [[2]]}]}, steps=1, test=1)
     assert (answer.correct, answer.valid) == (None, None)
     assert answer.puzzle.tokens.reshape(8, 8)[:2, :2].tolist() == [[4, 1], [1, 0]]
+
+
+def test_identifiers_of_a_rebuilt_dataset_are_refused(tmp_path):
+    """The run does not name its identifiers, so other numbers would be rows of other tasks, or of none."""
+    model, source = load(save_arc_run(tmp_path), device="cpu"), tmp_path / "tasks"
+    where = ["--output-dir", str(tmp_path / "arc_data"), "--source", str(source), "--max-size", "8"]
+    shutil.rmtree(tmp_path / "arc_data")
+    build_dataset("arc", [*where, "--num-aug", "5"])
+    for path in source.rglob("*.json"):
+        with pytest.raises(
+            ValueError, match="has 25 puzzle identifiers, but .* was trained with 13. Set data"
+        ):
+            model.solve(path, steps=1)
 
 
 def test_adapting_trains_one_embedding_and_nothing_else(arc, capsys, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from config.architecture import architectures
 from distributed.collectives import ALONE, all_ranks
 from distributed.flat import FlatParameters
+from distributed.tensor import Cut
 from models.blocks import block_weights
 from optimizers.rules.adamw import AdamW
 from optimizers.rules.muon import Muon, orthogonalize
@@ -69,6 +70,21 @@ def test_muon_in_float32_is_the_method_in_float64():
     assert ((ours - weight).norm() / weight.norm()) < 1e-6
     in_bfloat16 = _moved(functools.partial(_muon, dtype=torch.bfloat16))
     assert ((in_bfloat16 - weight).norm() / weight.norm()) > 1e-4, "another dtype is another rounding"
+
+
+def test_muon_also_updates_matrices_that_tensor_parallel_ranks_do_not_divide():
+    """Such as those of a layer without a plan, in a model of a plugin."""
+    updated = []
+    for cuts in ({}, {"divided": Cut(1, 24, 0, 24, (24, 8))}):
+        generator = torch.Generator().manual_seed(0)
+        matrices = {name: torch.randn(24, 8, generator=generator) for name in ("divided", "whole")}
+        for matrix in matrices.values():
+            matrix.grad = torch.randn(24, 8, generator=generator)
+        Muon(matrices, cuts, ALONE, lr=0.1, weight_decay=0.5, dtype=torch.float32).step()
+        updated.append(matrices)
+    plain, with_cut = updated
+    assert torch.equal(plain["whole"], with_cut["whole"])
+    torch.testing.assert_close(plain["divided"], with_cut["divided"])
 
 
 def _build(network: torch.nn.Module, optimizer: str) -> tuple[FlatParameters, Weights]:

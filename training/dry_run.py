@@ -60,7 +60,8 @@ class Needs:
         names, parts = block_weights(network), self._stages * self._tensor
         weights = dict(network.named_parameters())
         self._blocks = sum(weights[name].numel() for name in names) / parts
-        self._matrices = sum(weights[name].numel() for name in names if weights[name].ndim == 2) / parts
+        matrices = [weights[name].numel() for name in names if weights[name].ndim == 2]
+        self._matrices, self._num_matrices = sum(matrices) / parts, len(matrices) / self._stages
         self._rest = sum(weight.numel() for name, weight in weights.items() if name not in names)
         self.slots = config.global_batch_size / self._data
         table = network.puzzle_emb
@@ -138,6 +139,7 @@ class Needs:
         bucket = (_BUCKET_MB if config.bucket_size_mb == "auto" else config.bucket_size_mb) * 2**20
         gathered = (blocks + rest * self._is_plain) * (self._network.dtype.itemsize if self._is_mixed else 4)
         hops = self._stages + (self._stages > 2)
+        has_muon = config.optimizer == "muon" and config.train_only == "all"
         row, others = self.slots * 4 * (self._row + 1) * bool(self._row), (self._data - 1) / self._data
         if config.puzzle_emb_sharding == "rows":  # row indices, rows, and sums in float64
             rows = Sent(3, others * self.slots * (12 * self._row + 8))
@@ -149,6 +151,11 @@ class Needs:
                 sum(_ring(*pair) for pair in sums) / config.local_steps,
             ),
             "weights of shards": Sent(1, _ring(gathered / 2, self._shares)),
+            # Muon gathers each matrix on one tensor-parallel rank, and scatters its update.
+            "updates of matrices": Sent(
+                2 * self._num_matrices / self._shares,
+                _ring(4 * self._matrices / self._shares, self._tensor) * has_muon,
+            ),
             "gradients of puzzle rows": rows._replace(messages=rows.messages / config.local_steps),
             "stages": Sent(calls * hops * parts, calls * hops * state * (self._stages > 1)),
             "sums of features": Sent(summed * parts, summed * _ring(state, self._tensor)),

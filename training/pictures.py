@@ -156,8 +156,8 @@ class Thoughts:
     def _grids(self, index: int) -> tuple[list[_Grid], list[int] | None]:
         """Returns the grids to draw for a puzzle, and for each cell the number of its region.
 
-        The grids are the puzzle, some answers and the solution. A region is, for example, a box of a Sudoku.
-        If the puzzle has no regions, the second value is None.
+        The grids are the puzzle, some answers and the solution, if it is known. A region is, for example, a
+        box of a Sudoku. If the puzzle has no regions, the second value is None.
         """
         style, puzzle, label = self.style, self.inputs[index], self.labels[index]
         is_counted = label != IGNORE_LABEL_ID
@@ -166,7 +166,8 @@ class Thoughts:
         steps = shown_steps(self.trace.preds.shape[1])
         answers = {f"step {step}": self.trace.preds[index, step - 1] for step in steps}
         drawn = []
-        for title, tokens in {"puzzle": puzzle, **answers, "solution": solution}.items():
+        known = {"solution": solution} if is_counted.any() else {}
+        for title, tokens in ({"puzzle": puzzle} | answers | known).items():
             is_wrong = is_counted & (tokens != label) & (title != "puzzle")
             is_colored = np.isin(
                 tokens, [*style.colors]
@@ -194,7 +195,9 @@ def _in_words(label: np.ndarray, trace: Trace, index: int) -> str:
     # Example: "right after step 3; would halt after step 4".
     is_right = ((trace.preds[index] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
-    if is_right.any() and not is_right[-1]:
+    if (label == IGNORE_LABEL_ID).all():
+        last = "no label"
+    elif is_right.any() and not is_right[-1]:
         last += ", wrong in the end"
     if not trace.wants_to_halt[index].any():
         return f"{last}; would not halt in {len(is_right)} steps"

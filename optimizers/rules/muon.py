@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
     take turns, one matrix each. All ranks call `step`.
 
     matrices: {name: matrix, or part of the matrix on this rank}, float32 [m, n]. cuts: {name: `Cut`}. A `Cut`
-    describes which part of the full matrix this rank holds. If `cuts` is empty, the matrices are not divided.
+    describes which part of the full matrix this rank holds. A matrix without a `Cut` is not divided.
     ranks: Group of the ranks that divide the matrices. dtype: Dtype of the orthogonalization.
     """
 
@@ -81,9 +81,9 @@ class Muon(torch.optim.Optimizer):
             momentum = self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - _MOMENTUM)
             update = matrix.grad.lerp(momentum, _MOMENTUM)  # the direction of Nesterov's method
             matrix.mul_(1 - lr * group["weight_decay"])
-            if self._cuts:
+            if cut := self._cuts.get(name):
                 owner = num_updates % self._ranks.size
-                matrix.add_(self._change(update, self._cuts[name], lr=lr, owner=owner))
+                matrix.add_(self._change(update, cut, lr=lr, owner=owner))
             else:
                 matrix.add_(orthogonalize(update, dtype=self._dtype), alpha=-_scaled(lr, matrix))
             num_updates += 1

@@ -27,6 +27,8 @@ _RUNS = [
     ("tp2 x pp2", "urm", _PARTS | _AGAIN),
     ("pp4", "trm", {"arch": {"L_layers": 4}}),
     ("fsdp2 x tp2", "trm", {}),
+    ("tp2", "hrm", {"optimizer": "muon"}),
+    ("fsdp2 x tp2", "trm", {"optimizer": "muon"}),
 ]
 
 

@@ -81,7 +81,8 @@ class Votes:
         """Returns the different answers that have votes, as bytes, sorted from best to worst.
 
         Answers with more votes come first. Ties are broken by the larger mean probability, then by the
-        smaller bytes. An answer has no grid if its first token is not a color. This answer is always last.
+        smaller bytes. An answer has no grid if its first token is not a color, or if a search model (LDT) has
+        not found an answer. This answer is always last.
 
         test_inputs: Test inputs whose votes are added, such as the same input in several test sets.
         """
@@ -140,14 +141,16 @@ class ArcEvaluator:
         self._votes, self._total = Votes(), Votes()  # of this rank; of all ranks (set in `metrics`)
 
     def add(self, set_name: str, answers: Answers) -> None:
+        is_decided = np.ones(len(answers.preds), bool) if answers.is_decided is None else answers.is_decided
         rows = zip(
             answers.puzzle_identifiers.tolist(),
             corner_grids(answers.inputs),
             corner_grids(answers.preds),
             answers.q_halt.tolist(),
+            is_decided.tolist(),
             strict=True,
         )
-        for identifier, shown, answer, q_halt in rows:
+        for identifier, shown, answer, q_halt, has_answer in rows:
             task = int(self._task_of[identifier])
             assert task >= 0, "a row of another dataset"
             inputs, grid = self._tasks[task].inputs, self._undo(shown, identifier)
@@ -155,7 +158,8 @@ class ArcEvaluator:
                 self._num_unknown += 1
                 continue
             test_input = (set_name, task, inputs.index(grid))
-            self._votes.vote(test_input, self._undo(answer, identifier), q_halt)
+            vote = self._undo(answer, identifier) if has_answer else arc.EMPTY
+            self._votes.vote(test_input, vote, q_halt)
 
     def _undo(self, grid: np.ndarray, identifier: int) -> bytes:
         # The grid of a view, tokens [rows, columns], before it was transformed, as bytes.
