@@ -10,6 +10,7 @@ number format (bfloat16 or float32) of all trainings and evaluations.
 from runtime.environment import num_cores
 
 import functools
+import os
 import resource
 import shlex
 import statistics
@@ -39,6 +40,8 @@ from training.run_config import FORMAT_KEY, describe_changes
 from training.run_folder import has_ended
 
 _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
+# Keys that may change when a run resumes, but that change its result.
+_OF_RESULT = ("data_path", "test_data_path", "stop_patience", "plugins")
 
 
 class Rerun:
@@ -90,7 +93,9 @@ class Rerun:
             before = None
             for run, recipe in self._trainings(seed):
                 now, config = compose_overrides(PretrainConfig, recipe), run / CONFIG_FILE
-                changes = describe_changes(read_yaml(config), now) if config.exists() else ""
+                changes = ""
+                if config.exists():
+                    changes = describe_changes(_moved(read_yaml(config), now), now, also=_OF_RESULT)
                 if changes:
                     fail(f"{self.folder} has a run of another recipe ({changes}). Choose another --folder.")
                 # Example: a first launch had max_steps=100.
@@ -111,7 +116,7 @@ class Rerun:
                 _run(program(*command), clock, log=self.folder / "data.txt")
             write_json(made, {"command": sum(commands, []), "seconds": clock.seconds})
         built = read_json(made)
-        if built["command"] != sum(commands, []):
+        if _without_folders(built["command"]) != _without_folders(sum(commands, [])):
             other = f"was not built with the options of this rung ({self.rung.builder})"
             fail(f"the data in {self.folder} {other}. Choose another --folder.")
         return built["seconds"]
@@ -248,6 +253,25 @@ class Rerun:
             recipe = [word.format(**values) for word in recipe_text.split()]
             yield run, [*recipe, f"checkpoint_path={run}", *self.overrides]
             values["before"] = run
+
+
+def _moved(stored: dict[str, Any], now: PretrainConfig) -> dict[str, Any]:
+    # If the folder of a rung was moved, the paths in it are those of the config `now`.
+    stored, before = dict(stored), stored.get("checkpoint_path")
+    for key in ("data_path", "init_from") if before else ():
+        if _seen_from(before, stored.get(key)) == _seen_from(now.checkpoint_path, getattr(now, key)):
+            stored[key] = getattr(now, key)
+    return stored
+
+
+def _seen_from(run: str, paths: str | list[str] | None) -> list[str]:
+    return [os.path.relpath(path, run) for path in ([paths] if isinstance(paths, str) else paths or [])]
+
+
+def _without_folders(command: list[str]) -> list[str]:
+    # The folder of the rung may have been moved since the command was stored.
+    options = zip(["", *command], command, strict=False)
+    return [Path(word).name if option == "--output-dir" else word for option, word in options]
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:

@@ -80,7 +80,8 @@ def write_page(config: PageConfig) -> None:
 
     If the function raises ValueError, nothing is written.
     """
-    output = check_output_folder(Path(config.output), mark=MODELS, maker="share page", key="output")
+    by_page = {"is_made": _is_page, "maker": "share page", "key": "output"}
+    output = check_output_folder(Path(config.output), **by_page)
     check_packages()
     locations = config.checkpoint or sorted(SHIPPED.iterdir(), reverse=True)
     exhibits = [prepare(find_checkpoint(location), config) for location in locations]
@@ -115,6 +116,10 @@ def write_page(config: PageConfig) -> None:
         f"wrote {config.output}: {', '.join(entry['name'] for entry in listed)}, {size:.1f} MB\n"
         f"to open it later, run python -m share open {config.output}"
     )
+
+
+def _is_page(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in (MODELS, FILES[1]))
 
 
 def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from dataset.mixture import open_datasets
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from evaluation.passes import evaluate_split
 from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors
-from share.push import round_weights, write_files
+from share.push import is_shared, round_weights, write_files
 
 _DTYPES = (torch.float8_e4m3fn, torch.float16)  # tried in this order, before float32
 _LEAST_ANSWERED = 0.95  # a search is random, so rounding may leave a few other puzzles without an answer
@@ -55,8 +55,8 @@ def keep(options: argparse.Namespace) -> None:
         raise ValueError(
             f"NAME {options.name!r} is not a valid folder name. Use letters, digits and _.+- only."
         )
-    marks = {"mark": SHARED_WEIGHTS_FILE, "maker": "share keep", "key": "NAME"}
-    destination = check_output_folder(SHIPPED / options.name, **marks)
+    by_keep = {"is_made": is_shared, "maker": "share keep", "key": "NAME"}
+    destination = check_output_folder(SHIPPED / options.name, **by_keep)
     checkpoint = find_checkpoint(options.run)
     if options.data_path and len(checkpoint.data_paths) > 1:
         raise ValueError(

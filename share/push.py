@@ -27,7 +27,7 @@ from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files
 from config.files import fill_defaults
 from config.schema import PretrainConfig, keys_that_may_change
-from dataset.build.writing import check_output_folder, replaced_folder
+from dataset.build.writing import check_output_folder, has_keys, replaced_folder
 from dataset.description import DatasetInfo
 from dataset.identities import read_identities
 from evaluation.leaks import find_trained
@@ -65,8 +65,8 @@ def push(options: argparse.Namespace) -> None:
         )
     address = parse_address(f"hf://{options.repo}", kind="model")
     if options.dry_run is not None:
-        marks = {"mark": SHARED_WEIGHTS_FILE, "maker": "share push", "key": "--dry-run"}
-        destination = check_output_folder(options.dry_run, **marks)
+        by_push = {"is_made": is_shared, "maker": "share push", "key": "--dry-run"}
+        destination = check_output_folder(options.dry_run, **by_push)
     checkpoint = find_checkpoint(options.run)
     if options.dry_run is not None:
         with replaced_folder(destination) as folder:
@@ -92,6 +92,11 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     license = "license of the weights, an identifier of the Hub (default: apache-2.0, as the code)"
     parser.add_argument("--license", default="apache-2.0", metavar="ID", help=license)
     return parser.parse_args(arguments)
+
+
+def is_shared(folder: Path) -> bool:
+    """Returns whether `write_files` wrote a folder."""
+    return has_keys(folder / SHARED_CONFIG_FILE, "run", "dataset_fingerprint", "has_averages")
 
 
 def write_files(

@@ -16,11 +16,15 @@ _ROW = {
     "eval/a/arc/pass@2": 0.25,
     "eval/a/arc/count": 3,
     "eval/a/mine/valid_accuracy": 0.4,
+    "eval/a/rare/accuracy": 0.25,
+    "eval/a/rare/count": 0,
     "eval/b.all/exact_accuracy": 0.8,
     "eval/b.all/count": 300,
     "eval/b.all/arc/pass@2": 0.5,
     "eval/b.all/arc/count": 1,
     "eval/b.all/mine/valid_accuracy": 0.6,
+    "eval/b.all/rare/accuracy": 0.75,
+    "eval/b.all/rare/count": 0,
     "eval_raw/a/exact_accuracy": 0.1,
     "eval_raw/a/count": 100,
     "validation/all/exact_accuracy": 0.3,
@@ -36,6 +40,7 @@ _ROW = {
         ("arc/pass@2", False, (0.25 * 3 + 0.5) / 4, "test"),
         ("arc/pass@2", True, None, "validation"),
         ("mine/valid_accuracy", False, (0.4 * 100 + 0.6 * 300) / 400, "test"),  # an evaluator without a count
+        ("rare/accuracy", False, 0.5, "test"),  # an evaluator that counted nothing
         ("eval/b.all/exact_accuracy", True, 0.8, "test"),
         ("validation/all/exact_accuracy", True, 0.3, "validation"),
         ("eval_raw/a/exact_accuracy", False, 0.1, "test"),

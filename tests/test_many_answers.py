@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -72,6 +73,7 @@ def test_colorings_equal_those_of_brute_force():
     answers, counts = coloring.find_answers(inputs)
     assert (counts == 0).any()
     assert (counts > 1).any()
+    assert coloring.are_colorable(inputs).tolist() == (counts > 0).tolist()
     for row, found in zip(inputs, np.split(answers, counts.cumsum()[:-1]), strict=True):
         edges = [(i, j) for i, j in itertools.combinations(range(5), 2) if row[5 * i + j] == coloring.EDGE]
         right = set()
@@ -148,6 +150,16 @@ def test_edges_have_the_wanted_probability():
 
     graphs = _draw("test", 0, seed=0, num_nodes=4, edge_probability=0.3)[:, 0]  # only K4 has no 3-coloring
     assert abs((graphs == coloring.EDGE).mean() / (12 / 16) - 0.3) < 0.04
+
+
+def test_a_draw_does_not_list_all_answers():
+    """256 graphs of 10 nodes with few edges have two million answers."""
+    from dataset.kinds.coloring.build import _draw
+
+    tracemalloc.start()
+    assert len(_draw("test", 0, seed=0, num_nodes=10, edge_probability=0.01)) == 256
+    assert tracemalloc.get_traced_memory()[1] < 5e7
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

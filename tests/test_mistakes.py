@@ -200,7 +200,7 @@ def test_a_folder_with_other_things_is_refused_before_the_work(tmp_path, capsys,
 @pytest.mark.parametrize("kind", ["sudoku", "arc", "pairs"])
 def test_the_source_is_never_replaced(tmp_path, capsys, kind):
     inside = write_good(tmp_path / "data" / "source", kind)
-    (tmp_path / "data" / "manifest.json").write_text("{}")
+    (tmp_path / "data" / "manifest.json").write_text('{"builder": {}, "files": {}}')
     (tmp_path / "link").symlink_to(inside)
     for source in (inside, tmp_path / "link"):
         message = refusal_of_builder(kind, tmp_path / "data", capsys, "--source", source)

@@ -237,6 +237,19 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     assert "was not evaluated before it was shared" in (tmp_path / "early" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("content", ["", '{"model_type": "bert"}'])
+def test_a_model_of_another_program_is_not_replaced(content, tmp_path, monkeypatch):
+    monkeypatch.setattr(keep, "SHIPPED", tmp_path)
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    (folder / "config.json").write_text(content)
+    commands = {"keep": ["run", "bert"], "push": ["run", "owner/name", "--dry-run", str(folder)]}
+    for name, words in commands.items():
+        with pytest.raises(SystemExit, match=f"bert is not empty and was not made by share {name}. Choose"):
+            {"keep": keep.main, "push": push}[name](words)
+
+
 def _find_on_nodes(homes: list[str], environment: dict[str, str]) -> str:
     """Ranks 0 and 1 are one node, rank 2 another, whose cache is elsewhere."""
     os.environ.update(environment, HF_HOME=homes[rank()], LOCAL_RANK=str(rank() % 2))

@@ -16,13 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from config.compose import compose_overrides
+from config.schema import PretrainConfig
 from distributed import number_format
 from evaluation.intervals import goal_p, mean_interval, t_tail
 from records import __main__ as records
 from records import page, record, seeds
 from records.rungs import RUNGS, Rung
 from runtime.reading import read_yaml
-from runtime.writing import write_json
+from runtime.writing import to_yaml, write_json
 from tests.ranks import start_program
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
@@ -269,11 +271,38 @@ def test_a_training_after_a_shortened_one_is_refused(tmp_path, monkeypatch, caps
         run.mkdir(parents=True)
         (run / "config.yaml").write_text("arch: {forward_dtype: float32}")
         write_json(run / "status", {"status": "max_steps", "step": 1})
-    monkeypatch.setattr(seeds, "describe_changes", lambda before, now: "")
+    monkeypatch.setattr(seeds, "describe_changes", lambda *_, **__: "")
     with pytest.raises(SystemExit):
         rerun.check([0])
     words = "seed_0/run started before .*/training_1/run had all its steps. Choose another --folder."
     assert re.search(words, capsys.readouterr().err)
+
+
+def _finish_runs(name: str, folder: Path, *overrides: str) -> None:
+    rerun = seeds.Rerun(RUNGS[name], folder, source=None, overrides=overrides, dtype="float32")
+    for run, recipe in rerun._trainings(0):
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(to_yaml(compose_overrides(PretrainConfig, recipe).model_dump()))
+        write_json(run / "status", {"status": "finished", "step": 1})
+    command = sum(RUNGS[name].build_commands(folder, None), [])
+    write_json(folder / "data.json", {"command": command, "seconds": 2.0})
+
+
+@pytest.mark.parametrize("override", ["data_path=data/other", "test_data_path=data/other", "stop_patience=1"])
+def test_a_run_with_an_override_that_changes_its_result_is_refused(override, tmp_path, capsys):
+    _finish_runs("demo", tmp_path, "keep_best=accuracy", override)
+    with pytest.raises(SystemExit):
+        seeds.Rerun(RUNGS["demo"], tmp_path, source=None).check([0])
+    assert f"has a run of another recipe ({override.partition('=')[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["demo", "arc_mini_unseen"])
+def test_a_rung_continues_after_its_folder_was_moved(name, tmp_path):
+    _finish_runs(name, tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    rerun = seeds.Rerun(RUNGS[name], tmp_path / "new", source=None)
+    rerun.check([0])
+    assert rerun.build_data() == 2
 
 
 @pytest.mark.slow

@@ -51,6 +51,12 @@ def test_mistakes_on_the_command_line_are_one_line(monkeypatch, given, words):
     check(str(caught.value), words)
 
 
+def test_a_grid_has_the_highest_value_of_a_range():
+    space = read_space(["lr=range(0.1,0.4,0.1)"])
+    written = [space.written(values) for values in space.combinations()]
+    assert written == [{"lr": "0.1"}, {"lr": "0.2"}, {"lr": "0.3"}]
+
+
 @pytest.mark.slow
 def test_values_that_only_some_combinations_can_have_are_no_mistake():
     read_space(["arch.hidden_size=64,96", "arch.num_heads=2,3"]).check()

@@ -297,6 +297,7 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
         _write(trained, page, runtime=str(files))
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "thesis.tex").write_text("")
+    (tmp_path / "own" / "models.json").write_text("[]")
     with pytest.raises(ValueError, match="own is not empty and was not made by share page. Choose another"):
         _write(trained, tmp_path / "own")
     monkeypatch.setenv("PATH", str(tmp_path))

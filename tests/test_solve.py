@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import models
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_weights
 from config.compose import config_with
 from config.programs import SolveConfig
 from dataset.build import build_dataset
@@ -247,6 +249,16 @@ def test_adapting_trains_one_embedding_and_nothing_else(arc, capsys, monkeypatch
     assert (own != blank).all()
     # The demonstrations are likelier under the new embedding than under the mean.
     assert _loss(made[0], answers[0].puzzle, 1) < _loss(made[0], answers[0].puzzle, 0)
+
+
+def test_adapting_starts_at_the_mean_also_of_as_many_embeddings_as_it_needs(arc, monkeypatch):
+    (task,) = make_tasks(1, seed=9).values()
+    stored, table, made = load_weights(find_checkpoint(arc)), "puzzle_emb.weights", []
+    stored[table] = stored[table][1:3]
+    monkeypatch.setattr("training.adaptation.load_weights", lambda *_, **__: stored)
+    monkeypatch.setattr("solve.adapt", lambda *a, **k: made.append(adapt(*a, **k)) or made[-1])
+    load(arc, device="cpu").solve(task, adapt=True, adapt_steps=1, steps=1)
+    assert torch.equal(made[0].network.state_dict()[table][0], stored[table].double().mean(0).float())
 
 
 def _loss(model, question, identifier: int) -> float:

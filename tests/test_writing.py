@@ -230,6 +230,7 @@ def test_output_folders_that_cannot_be_replaced_are_refused(folder, tmp_path, mo
     (tmp_path / "file").touch()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
+    (tmp_path / "mine" / "manifest.json").write_text('{"name": "my app", "files": {}}')
     (tmp_path / "to mine").symlink_to(tmp_path / "mine")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "empty").mkdir()

@@ -36,7 +36,8 @@ def adapt(
 ) -> HaltingModel:
     """Trains new puzzle embeddings on some puzzles, and returns the model in evaluation mode.
 
-    All other weights stay as in the checkpoint. Runs in one process.
+    The new embeddings start as the mean of all embeddings of the checkpoint. All other weights stay as in the
+    checkpoint. Runs in one process.
 
     demonstrations: Puzzles to train on. All have the same number of examples (inputs with labels). This is
         also the number of slots. Training step i offers the examples of puzzle i, one to each slot. Only
@@ -59,7 +60,9 @@ def adapt(
     }
     config = config_with(PretrainConfig, **changes)
     state = build_first_state(config, dataclasses.replace(metadata, **table), device=device)
-    fill_(state.sections()["weights"], load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
+    are_new = np.full(table["num_puzzle_identifiers"], -1)
+    weights = load_weights(checkpoint, raw=raw)
+    fill_(state.sections()["weights"], weights, source=str(checkpoint.path), rows=are_new)
     state.weights.gather_()
 
     log.note(

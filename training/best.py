@@ -35,7 +35,8 @@ class Selection:
     `selected_by` is the split of the metric, "validation" or "test".
 
     keep_best: Name of the metric. "exact_accuracy" means the mean over all sets of a split, weighted by the
-        number of puzzles of each set. "eval/all/exact_accuracy" means exactly this value of a row.
+        number of puzzles of each set. If all sets have 0 puzzles, they get equal weights.
+        "eval/all/exact_accuracy" means exactly this value of a row.
     has_validation: Whether "exact_accuracy" is read from the validation split instead of the test split.
     """
 
@@ -55,11 +56,11 @@ class Selection:
         sets = [metrics for metrics in metrics_by_set(row, self._pass).values() if self.metric in metrics]
         if len(sets) < 2:
             return sets[0][self.metric] if sets else None
-        # An evaluator of a plugin may have no count.
+        # An evaluator of a plugin may have no count, or count nothing in all sets.
         counts = [metrics.get(f"{evaluator}{slash}count", metrics.get("count", 1)) for metrics in sets]
-        return sum(metrics[self.metric] * count for metrics, count in zip(sets, counts, strict=True)) / sum(
-            counts
-        )
+        counts = counts if sum(counts) else [1] * len(sets)
+        total = sum(metrics[self.metric] * count for metrics, count in zip(sets, counts, strict=True))
+        return total / sum(counts)
 
     def evaluated(self, row: Mapping[str, float]) -> list[str]:
         """Returns the keys of a row that are from the split of the metric, such as "eval/all/accuracy"."""

@@ -5,7 +5,7 @@ Only rank 0 calls these functions. The other ranks receive the config (`distribu
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,18 +145,19 @@ def read_stored_config(run_folder: Path) -> StoredConfig | None:
     return None
 
 
-def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
+def describe_changes(before: dict[str, Any], now: PretrainConfig, *, also: Collection[str] = ()) -> str:
     """Returns the changes that prevent a run from resuming with another config, as text.
 
     Returns "" if there are none. Example: "seed: 0 -> 1, arch.L_cycles: 6 -> 4".
 
     before: Values in the run's config.yaml. An older version may have written it, with fewer keys.
     now: The config of the command line. With `forward_dtype=auto`, every stored dtype is accepted.
+    also: Keys to compare although they may change when a run resumes.
     """
     old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     if new[FORMAT_KEY] == "auto":
         old.pop(FORMAT_KEY, None)
-    may_change = keys_that_may_change(PretrainConfig)
+    may_change = keys_that_may_change(PretrainConfig).difference(also)
     fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
     return ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key))
 

@@ -118,7 +118,9 @@ def _grid_values(key: str, distribution: BaseDistribution) -> Sequence[Any]:
             f"config: sampler=grid needs a list of values for {key}. Set {example}, for example."
         )
     count = round((distribution.high - distribution.low) / distribution.step) + 1
-    return [distribution.low + index * distribution.step for index in range(count)]
+    # Example of a rounding error: 0.1 + 2 * 0.1 is greater than 0.3.
+    values = (distribution.low + index * distribution.step for index in range(count))
+    return [min(value, distribution.high) for value in values]
 
 
 def _written(key: str, distribution: BaseDistribution, value: Any) -> str:

@@ -13,7 +13,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from dataset.files import (
 )
 from dataset.metadata import Split
 from dataset.sets import fields_of
-from runtime.reading import sha256_of
+from runtime.reading import read_json, sha256_of
 from runtime.writing import flush, write_json
 
 _LOCK = "lock"
@@ -132,25 +132,25 @@ def check_output_folder(
     folder: Path,
     *,
     builder: str | None = None,
-    mark: str = MANIFEST,
+    is_made: Callable[[Path], bool] = lambda folder: has_keys(folder / MANIFEST, "builder", "files"),
     maker: str = "a builder",
     key: str = "--output-dir",
 ) -> Path:
     """Checks that a folder may be replaced. Returns its path without symbolic links.
 
-    A folder may be replaced if it is missing or empty, or if it contains the file `mark`. Raises ValueError
-    if the folder may not or cannot be replaced.
+    A folder may be replaced if it is missing or empty, or if `is_made` returns True. Raises ValueError if the
+    folder may not or cannot be replaced.
 
     builder: Name of the builder that writes the folder. It must not replace a dataset of another builder. If
-    None, this is not checked. maker: Author of folders with the file `mark`, for messages. key: Name of the
-    option that sets the folder, for messages.
+    None, this is not checked. is_made: Function that returns whether `maker` wrote a folder. maker: Program,
+    for messages. key: Name of the option that sets the folder, for messages.
     """
     destination, another = Path(os.path.realpath(folder)), f"Choose another {key}."
     if destination.is_symlink():
         raise ValueError(f"{folder} is a symbolic link to itself. {another}")
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"{folder} is a file. {another}")
-    if destination.is_dir() and any(destination.iterdir()) and not (destination / mark).is_file():
+    if destination.is_dir() and any(destination.iterdir()) and not is_made(destination):
         raise ValueError(f"{folder} is not empty and was not made by {maker}. {another}")
     made = read_builder(destination)
     if builder is not None and made is not None and made["name"] != builder:
@@ -168,6 +168,15 @@ def check_output_folder(
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise ValueError(f"cannot write into {path}. {another}")
     return destination
+
+
+def has_keys(path: Path, *keys: str) -> bool:
+    """Returns whether a file contains a JSON object with these keys."""
+    try:
+        values = read_json(path)
+    except ValueError:
+        return False
+    return isinstance(values, dict) and values.keys() >= {*keys}
 
 
 def _write(folder: Path, splits: dict[str, Split], *, identifiers: list[str], extra_files: dict) -> None:

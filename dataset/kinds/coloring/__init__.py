@@ -96,6 +96,12 @@ def find_answers(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return answers, counts
 
 
+def are_colorable(inputs: np.ndarray) -> np.ndarray:
+    """Returns whether each graph has a 3-coloring, bool [n]. `find_answers` needs more time and memory."""
+    same_color = _same_color(all_colorings(math.isqrt(inputs.shape[1])))
+    return (_edges(inputs).astype(np.float32) @ same_color.T.astype(np.float32) == 0).any(axis=1)
+
+
 RULES = AnswerRules(
     are_valid=lambda inputs, answers: count_conflicts(inputs, answers) == 0,
     to_standard=to_standard,

@@ -17,7 +17,7 @@ from dataset.build import sources
 from dataset.build.answers import split_classes, write_with_answers
 from dataset.build.generation import draw_distinct
 from dataset.build.splits import GENERATE
-from dataset.kinds.coloring import RULES, SIZES, VOCAB_SIZE, find_answers, make_inputs
+from dataset.kinds.coloring import RULES, SIZES, VOCAB_SIZE, are_colorable, make_inputs
 from dataset.randomness import random_bits
 from dataset.symmetry import GraphSymmetry
 from runtime.command_line import integer
@@ -74,4 +74,4 @@ def _draw(split: str, index: int, *, seed: int, num_nodes: int, edge_probability
     bits = random_bits(seed, stream=GENERATE[split], index=index, count=_GRAPHS_OF_A_DRAW * num_pairs)
     uniform = (bits >> np.uint64(11)) * 2.0**-53
     inputs = make_inputs(uniform.reshape(-1, num_pairs) < edge_probability, num_nodes)
-    return inputs[find_answers(inputs)[1] > 0][:, None]  # those that have a 3-coloring
+    return inputs[are_colorable(inputs)][:, None]
