@@ -74,8 +74,9 @@ def keep(options: argparse.Namespace) -> None:
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
     """Returns the smallest dtype for the weights that does not change the model's answers.
 
-    Tries float8_e4m3fn, then float16. If both change an answer, returns float32. Compares the answers of the
-    rounded weights with the answers of the unchanged weights. Prints how many answers change.
+    Tries float8_e4m3fn, then float16. If both change an answer, or if there is no answer to compare, returns
+    float32. Compares the answers of the rounded weights with the answers of the unchanged weights. Prints how
+    many answers change.
 
     count: Number of puzzles of each test set to compare.
     """
@@ -87,7 +88,7 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
             both = [puzzle for puzzle in answers if puzzle in found]
             changed = sum((found[puzzle] != answers[puzzle]).any() for puzzle in both)
             print(f"weights in {dtype} change {changed} of {len(both)} answers, computed in {forward_dtype}")
-            is_weaker = len(found) < _LEAST_ANSWERED * len(answers)
+            is_weaker = not both or len(found) < _LEAST_ANSWERED * len(answers)
             if is_weaker:
                 print(f"weights in {dtype} answer {len(found)} puzzles, {len(answers)} before")
             if changed or is_weaker:

@@ -108,6 +108,8 @@ def test_a_dtype_in_which_a_search_finds_no_answer_is_not_kept(monkeypatch, caps
     checkpoint = SimpleNamespace(arch=SimpleNamespace(forward_dtype="bfloat16"))
     assert keep.choose_dtype(checkpoint, None, count=20) == torch.float16
     assert "weights in torch.float8_e4m3fn answer 0 puzzles, 20 before\n" in capsys.readouterr().out
+    monkeypatch.setattr(keep, "answer", lambda *_, **__: {})  # nothing is compared
+    assert keep.choose_dtype(checkpoint, None, count=20) == torch.float32
 
 
 def test_the_weights_that_are_asked_are_rounded_once_as_those_that_are_stored(trained, monkeypatch):

@@ -146,6 +146,25 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
         run_search("lr=choice(1,2)", study="t")
 
 
+def test_a_search_refuses_other_data_unless_the_folder_was_moved(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["search.py", "study=s", f"folder={tmp_path}", "lr=2,3", "data_path=x"])
+    config, space, run = compose_search()
+
+    def open_study(data: str, **changes) -> None:
+        changed = run.model_copy(update={"data_path": [f"{tmp_path}/{data}"]} | changes)
+        Study(tmp_path / "study.db", config, space, changed)
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "same").symlink_to("data")
+    for name in ("data", "same"):
+        open_study(name)
+    for name, changes in (("other", {}), ("data", {"test_data_path": ["other"]})):
+        with pytest.raises(ValueError, match=r"is another search \((test_)?data_path: .* -> .*other"):
+            open_study(name, **changes)
+    (tmp_path / "data").rename(tmp_path / "moved")
+    open_study("moved")
+
+
 @pytest.mark.slow
 def test_the_page_of_a_study_shows_what_there_is(tmp_path, monkeypatch):
     """Of no trial, of one that has drawn nothing yet, and of some that are equally good."""

@@ -80,7 +80,7 @@ class Study:
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         changes = ", ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys)
         if not changes and _CONFIG in known:
-            changes = describe_changes(known[_CONFIG], run)
+            changes = describe_changes(known[_CONFIG], run, also=_keys_of_other_data(known[_CONFIG], run))
         if changes:
             raise ValueError(f"{where} is another search ({changes}). Choose another study and folder.")
         if _CONFIG in known:  # the dtype with which the search started
@@ -203,6 +203,17 @@ class Study:
         if self._config.pruner == "hyperband":
             return optuna.pruners.HyperbandPruner(max_resource=self.num_evaluations)
         return optuna.pruners.NopPruner()
+
+
+def _keys_of_other_data(before: dict[str, Any], now: PretrainConfig) -> list[str]:
+    # The scores of trials on different data must not be compared. A folder that no longer exists was moved.
+    keys = []
+    for key in ("data_path", "test_data_path"):
+        values = (before.get(key), getattr(now, key))
+        old, new = ([os.path.realpath(str(path)) for path in paths or ()] for paths in values)
+        if old != new and (not old or any(map(os.path.exists, old))):
+            keys.append(key)
+    return keys
 
 
 def _count_evaluations(run: PretrainConfig) -> int:
