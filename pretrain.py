@@ -81,8 +81,8 @@ def train(program: Program[PretrainConfig]) -> int:
     checkpoints = open_checkpoints(config, data)
     # With several ranks, the watchdog ends a run that hangs. Loading may take long, so pause the watchdog.
     with program.watchdog.paused():
-        # False if the row of the loaded step is missing in metrics.jsonl, because an earlier launch stopped
-        # after it saved the checkpoint and before it logged the row. `run_steps` then logs the row.
+        # Whether metrics.jsonl has the row of the loaded step. An earlier launch may have stopped after it
+        # saved the checkpoint and before it logged the row. Then `run_steps` logs it.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
     # Find test puzzles that are training puzzles. If there are any, log a warning, or end the run with an
     # error (config key `leaks`). `open_data` has compared the training puzzles of this run. Now also compare
@@ -208,7 +208,7 @@ def run_steps(
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. If any rank has
             # received a signal, the sum `stop_requests` is positive on all ranks, and `is_agreed()` becomes
-            # True on all ranks. On CUDA, the host reads a sum only when it records the next one.
+            # True on all ranks. On CUDA, this happens one sum later, so that the host does not wait.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
@@ -219,7 +219,7 @@ def run_steps(
 
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
-            checkpoints.save(state)  # does nothing if this step is saved
+            checkpoints.save(state)  # does nothing if this step was saved before
             checkpoints.close()  # waits until the files are written
             # If a signal came after the last step and before its log row, the status is "stopped", and the
             # next launch logs the row.

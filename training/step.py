@@ -32,23 +32,30 @@ A training step has ten parts. The comments in the code have the same numbers.
 The following config keys change some of these parts, which are named in parentheses.
 
 - `sync` (4, 6): The method of summing gradients. With `flat` and `ddp`, the last backward pass in part 4
-  already sends gradients (distributed/sync.py).
-- `sync_dtype` (4, 6): The dtype of the gradients, losses and stop requests that the ranks send.
+  already sends gradients. A pipeline, tensor parallelism and local steps send none in part 4
+  (distributed/sync.py).
+- `sync_dtype` (4, 6, 8): The dtype in which ranks send the gradients of the dense weights, the loss and the
+  stop requests. With `local_steps`, the dtype of what a merge sends about them.
 - `data_parallel_shard_degree` (7, 8): The ranks of a group divide the update of the weights. In part 8, they
   exchange the updated weights (distributed/flat.py).
-- `local_steps` (3, 6, 8, 9): Each rank trains alone, without the sums of the parts 3 and 6. After some steps,
-  part 8 merges: all ranks get common weights. Only then, part 9 updates the averages (`LocalSteps` in
+- `local_steps=n` (3, 6, 8, 9): Each rank trains alone. Part 3 returns the numbers of this rank, such as its
+  number of slots, and part 6 sums nothing. After every n-th step, and after the last step of the run, part 8
+  merges: all ranks get common weights. Part 9 updates the averages only then (`LocalSteps` in
   training/strategy.py).
-- `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is stored on one rank. Part 3 fetches the
-  embeddings of the puzzles in the slots. Part 6 sends gradients to the ranks that store the embeddings
-  (optimizers/puzzle_table.py).
+- `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is stored on one rank, or with tensor
+  parallelism on the ranks of one group. Part 3 fetches the embeddings of the puzzles in the slots. Part 6
+  sends gradients to the ranks that store the embeddings (optimizers/puzzle_table.py).
 - `train_only=puzzle_embeddings` (4, 6, 7): The dense weights have no gradients, and do not change.
 - `pipeline_parallel_degree` (4, 6, 7): The ranks of a pipeline divide the blocks of the network. Each rank
-  has its own slots, and their activations pass through all ranks of the pipeline (distributed/pipeline.py).
+  has its own slots, and in part 4 their activations pass through all ranks of the pipeline
+  (distributed/pipeline.py).
 - `tensor_parallel_degree` (4, 6, 7, 8): The ranks of a group have the same slots. They divide each matrix of
-  the blocks, and sum activations (distributed/tensor.py).
-- `arch.no_ACT_continue=false` (4): The loss has another term, for q_continue. Its target comes from the next
-  thinking step of the slot (models/objective.py).
+  the blocks, and sum activations in part 4 and stop requests in part 8 (distributed/tensor.py).
+- With either of these two keys, part 6 sums the gradients of a block only over ranks with the same weights
+  of this block. Part 7 sums squared norms over ranks with different weights, to get the norm of all
+  gradients.
+- `arch.no_ACT_continue=false` (4): The loss has another term, for q_continue. Its target needs one more
+  thinking step of the slot. By default, this step runs in part 4, without gradient (models/objective.py).
 - `arch.boards_per_slot` (2, 5): If it is greater than 1, a slot has several puzzles, called boards. Each
   training step changes one board of each slot, which it picks at random.
 - `curriculum` (2, 4): The data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
@@ -90,7 +97,8 @@ def train_step(
 
     Args:
         state: Weights, optimizer state and carry of this rank.
-        batch: One new puzzle for each slot of this rank. If the slot has not halted, it is not used.
+        batch: One new puzzle for each slot of this rank. If the slot (or its picked board) has not halted, it
+            is not used.
         config: Config of the run.
         rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the puzzle
             embeddings.
@@ -101,8 +109,8 @@ def train_step(
     Returns:
         The mean loss of a slot, the gradient norm before clipping, and the sum of the stop requests. This sum
         is positive if a signal has asked any rank to stop. All three are equal on all ranks. With
-        local_steps > 1, they are None, except after a merge. Then they are of all steps since the previous
-        merge. `averaged_steps` are the steps that part 9 adds to the moving averages.
+        local_steps > 1, they are None, except after a merge. Then loss and norm are means over ranks and over
+        the steps since the previous merge. `averaged_steps` are the steps that part 9 adds to the averages.
     """
     state.step += 1
     network = state.model.network
@@ -125,7 +133,8 @@ def train_step(
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. A log row sums these values over ranks, so each rank adds its share of the mean norm.
+    # 10. Metrics. A log row sums these values over ranks. So each rank adds its norm / number of ranks, and
+    # the row contains the mean. The norms of the ranks differ only with local_steps > 1.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -168,8 +177,8 @@ def forward_and_backward(
         with strategy.micro_batch(is_last=is_last):  # only the last backward pass may send gradients
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
-            # `loss` is a sum over slots, to be divided by their number. In `loss`, a term with another
-            # divisor is multiplied by slots / divisor, so that it is divided by its divisor in the end.
+            # `loss` is a sum over slots, and `backward` gets it divided by the number of slots. `losses` has
+            # multiplied a term with another divisor by slots / divisor.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
