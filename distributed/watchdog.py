@@ -58,7 +58,8 @@ class _Heartbeat:
     """What one rank reports about itself twice a second.
 
     Attributes:
-        time: Wall-clock time in seconds.
+        time: Time on the clock of the rank, in seconds. Other ranks only see whether it has changed, because
+            clocks differ.
         step: Number of training steps done. None before the first step is done.
         state: What the rank does, with the line of code, as text.
         is_paused: Whether this rank need not make progress now, because it evaluates or saves. In rank 0's
@@ -210,7 +211,7 @@ class Watchdog:
 
     def _exchange_once(self, store: Store, *, has_left: bool) -> None:
         is_paused = self._pauses > 0 or (is_main() and self._others_are_paused())
-        heartbeat = _Heartbeat(time.time(), self._step, self._state(), is_paused, has_left)
+        heartbeat = _Heartbeat(time.monotonic(), self._step, self._state(), is_paused, has_left)
         self._ask(store.set, _key(rank()), json.dumps(dataclasses.asdict(heartbeat)))
         # Set the alarm if this rank found a reason and none is set, then read it. `get` might wait.
         self._alarm = self._ask(store.compare_set, "alarm", "", self._found).decode()
@@ -325,7 +326,7 @@ class Watchdog:
             )
             state = heard.state if heard else "no heartbeat received"
             if heard and is_silent:
-                state = f"not responding, last heartbeat {time.time() - heard.time:.0f} s ago, {state}"
+                state = f"not responding, {state}"
             groups.setdefault((is_silent, state), []).append(number)
         ordered = sorted(groups.items(), key=lambda group: (not group[0][0], len(group[1])))
         described = [f"{log.name_ranks(numbers)}: {state}" for (_, state), numbers in ordered[:_MAX_GROUPS]]

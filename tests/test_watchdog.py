@@ -168,7 +168,7 @@ def test_a_stopped_rank_is_missed_by_ranks_that_wait_in_a_collective(start, culp
     for number in others:
         assert re.fullmatch(
             r"no .* for 1.5 s \(step_timeout_seconds\)\. "
-            rf"rank {culprit}: not responding, last heartbeat \d+ s ago, in step 3, tests/.*; "
+            rf"rank {culprit}: not responding, in step 3, tests/.*; "
             rf"ranks {others[0]}, {others[1]}: {_WAITING}",
             ranks.report(number),
         )
@@ -199,7 +199,7 @@ def test_silent_ranks_are_missed_during_evaluation_too(start):
     ranks = start(_evaluate, 4)
     report = ranks.report(0)
     assert re.match(r"no heartbeat from rank [12] for 1.5 s \(step_timeout_seconds\)\. ", report)
-    silent = r"not responding, last heartbeat \d+ s ago, evaluating or saving, tests/test_watchdog.py[^;]*"
+    silent = r"not responding, evaluating or saving, tests/test_watchdog.py[^;]*"
     assert re.search(rf"\. (ranks 1, 2: {silent}|rank 1: {silent}; rank 2: {silent}); ", report)
     assert "rank 3: ended with RuntimeError" in report
     assert re.search(r"rank 0: evaluating or saving, tests/test_watchdog.py:\d+ \(_sleep\)", report)
