@@ -92,6 +92,7 @@ class Watchdog:
         self._pauses = self._progress = 0
         self._end = ""  # how the block was left
         self._record: FailureRecord | None = None
+        self._on_hang: Callable[[], None] | None = None
         # Written by the thread that exchanges heartbeats. {rank: (newest heartbeat, when it was first read)}.
         self._heard: dict[int, tuple[_Heartbeat, float]] = {}
         self._answered_at, self._store_error = 0.0, ""
@@ -104,14 +105,16 @@ class Watchdog:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def keep_record(self, path: Path) -> None:
+    def keep_record(self, path: Path, *, on_hang: Callable[[], None] | None = None) -> None:
         """Keeps a file from which the next launch of the run computes the recovery time after a failure.
 
         Rank 0 calls it before the first training step. With one rank, the file is not written.
 
         path: Path of the file (`distributed.failure_record`).
+        on_hang: Function that a thread of the watchdog calls after the report, before it ends this process.
+            The process ends after 1.5 s even if the function has not returned.
         """
-        self._record = FailureRecord(path)
+        self._record, self._on_hang = FailureRecord(path), on_hang
 
     def step_done(self, step: int) -> None:
         """Records that this rank makes progress. Call it after every training step.
@@ -311,6 +314,9 @@ class Watchdog:
             with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
                 os.write(file.fileno(), line.encode())  # not file.write: a hung thread may hold its lock
                 faulthandler.dump_traceback(file)
+        if self._on_hang:
+            with contextlib.suppress(Exception):
+                self._on_hang()
         _write_flight_record()
         end.join()
 

@@ -304,3 +304,12 @@ def test_a_logger_that_cannot_begin_does_not_end_the_run(tmp_path, sudoku_folder
     finished = complete_program("pretrain", *words, "wandb_mode=offline", folder=tmp_path, world_size=2)
     assert len(_warnings(finished)) == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("status", "expected"), [("running", "failed"), ("finished", "finished")])
+def test_a_run_that_the_watchdog_ends_has_failed(tmp_path, status, expected):
+    """Unless its last checkpoint is saved."""
+    (tmp_path / "status").write_text(json.dumps({"status": status, "step": 7}))
+    config = SimpleNamespace(checkpoint_path=str(tmp_path))
+    Monitor._record_hang(SimpleNamespace(_config=config, _step=7))
+    assert json.loads((tmp_path / "status").read_text()) == {"status": expected, "step": 7}

@@ -141,10 +141,17 @@ def _sleep() -> None:
     time.sleep(1000)
 
 
+def _train_with_a_status(path: Path, watchdog: Watchdog) -> None:
+    if rank() == 0:
+        watchdog.keep_record(path, on_hang=lambda: path.with_name("status").write_text("failed"))
+    _train(1, watchdog, mishap=_sleep)
+
+
 def test_a_rank_that_makes_no_progress_is_shown_by_all(start, tmp_path):
-    ranks = start(functools.partial(_train, 1, mishap=_sleep), 3)
+    ranks = start(functools.partial(_train_with_a_status, tmp_path / "heartbeat"), 3)
     reports = [ranks.report(number) for number in range(3)]
     assert len(set(reports)) == 1, "all know the same"
+    assert (tmp_path / "status").read_text() == "failed"
     assert re.fullmatch(
         r"no progress on rank \d for 1.5 s \(step_timeout_seconds\)\. "
         rf"rank 1: in step 3, tests/test_watchdog.py:\d+ \(_sleep\); ranks 0, 2: {_WAITING}",
