@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import resource
 import signal
 import sys
 import time
@@ -388,6 +389,23 @@ def test_a_file_that_is_no_record_is_not_in_the_way(tmp_path, text, capsys):
     record.remove()
     assert path.exists() == (text is None)
     assert record.pop_recovery() == {}
+    assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_leaves_no_old_record(tmp_path, capsys):
+    """The next launch would print how many steps were done again since that record."""
+    path = tmp_path / "heartbeat"
+    record = FailureRecord(path)
+    record.write(8, silent_seconds=0)
+    assert path.exists()
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        record.write(24, silent_seconds=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert not list(tmp_path.iterdir())
+    FailureRecord(path).record_recovery(7)
     assert capsys.readouterr().out == ""
 
 
