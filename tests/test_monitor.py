@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import training.console
+import training.loggers
 from config.files import FOLDER
 from runtime import plugins
 from runtime.metrics_file import cut_back_rows, read_rows
@@ -81,6 +83,22 @@ def test_a_line_says_when_the_run_ends(loggers, capsys, monkeypatch):
     assert "takes about 11,574,074 more days" in capsys.readouterr().err
     names = re.findall(r"experiment=(\w+)", line)
     assert all((FOLDER / f"experiment/{name}.yaml").is_file() for name in names)
+
+
+def test_the_clock_of_the_estimate_starts_after_slow_loggers(tmp_path, monkeypatch):
+    """W&B may take a minute."""
+
+    class Slow:
+        name = "slow"
+
+        def __init__(self, _):
+            Slow.ready = time.monotonic()
+
+    monkeypatch.setattr(training.loggers, "find_loggers", lambda _: [Slow])
+    loggers = Loggers(_logged_run(tmp_path))
+    assert [logger.name for logger in loggers._all] == ["metrics.jsonl", "the progress bar", "slow"]
+    assert loggers._all[1]._began >= Slow.ready
+    loggers.close()
 
 
 def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, monkeypatch):
