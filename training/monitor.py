@@ -84,6 +84,7 @@ class Monitor:
         step = self._remaining.start
         write_status(folder, "running", step=step)
         if is_main():
+            self._schedule.warn_of_unsaved_best()
             described = {name: self._run_info[name] for name in _OF_START}
             record_start(folder, step=step, device=self._device, **described)
             self._watchdog.keep_record(folder / HEARTBEAT_FILE, on_hang=self._record_hang)
