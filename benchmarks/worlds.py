@@ -205,7 +205,7 @@ def take_turns(
     """
     seconds = {name: [] for name in turns}
     numbers = range(warmup_rounds + rounds)
-    for _ in Progress(iterable=numbers, desc="measuring", unit="round", leave=False):
+    for _ in Progress(iterable=numbers, desc="measuring", unit="rounds", leave=False):
         for name, (world, turn) in turns.items():
             seconds[name].append(max(world.call("time", turn, warm_calls)))
     return {name: measurement(values[warmup_rounds:]) for name, values in seconds.items()}

@@ -55,7 +55,7 @@ class CheckpointWriter:
         self._run_folder, self._keep, self._best_of = run_folder, keep, best_of
         self._thread: threading.Thread | None = None
         self._copies: dict[str, Tensors] = {}  # by section
-        self._others_seconds = 0.0
+        self._others_seconds, self._continues = 0.0, True
         self.failure: str | None = None
         self.saved: deque[Path] = deque()
 
@@ -144,7 +144,7 @@ class CheckpointWriter:
                 if time.monotonic() - began > self._others_seconds:  # `wait` may have lowered the limit
                     missing = [index for index, key in enumerate(keys, start=1) if not store.check([key])]
                     ranks, seconds = log.name_ranks(missing), self._others_seconds
-                    raise RuntimeError(f"{ranks} did not report their files within {seconds:g} s")
+                    raise RuntimeError(f"{ranks} did not report written files within {seconds:g} s")
                 time.sleep(_POLL_SECONDS)
             of_ranks += [json.loads(text) for text in store.multi_get(keys)]
             for key in keys:
@@ -172,16 +172,27 @@ class CheckpointWriter:
 
     def _fail(self, target: Path, reason: str) -> None:
         self.failure = reason
-        continues = "Training continues. Earlier checkpoints are not removed."
-        log.warning(f"checkpoint not saved: {target} ({reason}). {continues}")
+        continues = "Training continues. " if self._continues else ""
+        log.warning(
+            f"checkpoint not saved: {target} ({reason}). {continues}Earlier checkpoints are not removed."
+        )
 
-    def wait(self, *, timeout_seconds: float | None = None, others_seconds: float | None = None) -> None:
+    def wait(
+        self,
+        *,
+        is_last: bool = False,
+        timeout_seconds: float | None = None,
+        others_seconds: float | None = None,
+    ) -> None:
         """Waits until the current save has ended. Ranks other than 0 wait only for their own files.
 
+        is_last: Whether the training has ended, so that the warning about a failed save does not say that it
+            continues.
         timeout_seconds: Limit of the whole wait. If None, there is no limit.
         others_seconds: New limit for how long rank 0 waits for the files of other ranks, after it has written
             its own. If None, the limit does not change.
         """
+        self._continues = not is_last
         if others_seconds is not None:
             self._others_seconds = others_seconds
         if self._thread is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from distributed import log
 from distributed.backend import all_gather_objects
-from distributed.world import is_elastic, is_main, num_nodes, rank
+from distributed.world import is_elastic, is_main, is_under_torchrun, num_nodes, rank
 
 EXIT_FAILURE = 1
 _OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG)  # errors of a path that the user has chosen
@@ -106,6 +106,8 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
         cause = "Its process or node has terminated, or the network failed."
         is_nccl = isinstance(error, dist.DistBackendError)
         hint = "Set NCCL_DEBUG=INFO to print the cause. " if is_nccl else ""
+        if is_under_torchrun():
+            hint += "torchrun's summary at the end names the rank of this node that ended first. "
         log.error(f"{what}. {cause} {hint}{restart_advice()}.", failed_rank=rank())
         raise SystemExit(EXIT_FAILURE) from None
 

@@ -14,7 +14,8 @@ class FailureRecord:
 
     A run with several ranks writes the file again and again after its first step, and removes it at a normal
     end. After an error or a kill, the file remains. It then contains the last time at which all ranks were
-    alive. With one rank, the file is not written. If the file cannot be written, the run continues.
+    alive. With one rank, the file is not written. If the file cannot be written, for example on a full disk,
+    the old one is removed, and the run continues.
     """
 
     def __init__(self, path: Path):
@@ -51,8 +52,10 @@ class FailureRecord:
         return {} if seconds is None else {"recovery_seconds": seconds}
 
     def write(self, step: int, *, silent_seconds: float) -> None:
-        with contextlib.suppress(OSError):
+        try:
             write_json(self._path, {"time": time.time() - silent_seconds, "step": step}, indent=None)
+        except OSError:
+            self.remove()  # an old record would give the next launch a wrong time and number of steps
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):

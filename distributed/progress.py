@@ -15,7 +15,7 @@ from distributed import log
 from distributed.world import is_main
 
 _BAR = "{desc} {n_fmt} of {total_fmt} |{bar:12}| {elapsed}, {remaining} left{postfix}"
-_LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{postfix}"
+_LINE = "{desc}: {n:.0f} of {total_fmt} {unit} in {elapsed}, {remaining} left{postfix}"
 
 
 class Progress(tqdm):
@@ -26,7 +26,7 @@ class Progress(tqdm):
 
     Args:
         shown: Function that returns the text to show after the bar. It is called whenever the bar is drawn.
-        options: Options of tqdm, such as total.
+        options: Options of tqdm, such as total. `unit` is a plural, such as "steps".
     """
 
     monitor_interval = 0

@@ -58,7 +58,8 @@ class _Heartbeat:
     """What one rank reports about itself twice a second.
 
     Attributes:
-        time: Wall-clock time in seconds.
+        time: Time on the clock of the rank, in seconds. Other ranks only see whether it has changed, because
+            clocks differ.
         step: Number of training steps done. None before the first step is done.
         state: What the rank does, with the line of code, as text.
         is_paused: Whether this rank need not make progress now, because it evaluates or saves. In rank 0's
@@ -91,6 +92,7 @@ class Watchdog:
         self._pauses = self._progress = 0
         self._end = ""  # how the block was left
         self._record: FailureRecord | None = None
+        self._on_hang: Callable[[], None] | None = None
         # Written by the thread that exchanges heartbeats. {rank: (newest heartbeat, when it was first read)}.
         self._heard: dict[int, tuple[_Heartbeat, float]] = {}
         self._answered_at, self._store_error = 0.0, ""
@@ -103,14 +105,16 @@ class Watchdog:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def keep_record(self, path: Path) -> None:
+    def keep_record(self, path: Path, *, on_hang: Callable[[], None] | None = None) -> None:
         """Keeps a file from which the next launch of the run computes the recovery time after a failure.
 
         Rank 0 calls it before the first training step. With one rank, the file is not written.
 
         path: Path of the file (`distributed.failure_record`).
+        on_hang: Function that a thread of the watchdog calls after the report, before it ends this process.
+            The process ends after 1.5 s even if the function has not returned.
         """
-        self._record = FailureRecord(path)
+        self._record, self._on_hang = FailureRecord(path), on_hang
 
     def step_done(self, step: int) -> None:
         """Records that this rank makes progress. Call it after every training step.
@@ -210,7 +214,7 @@ class Watchdog:
 
     def _exchange_once(self, store: Store, *, has_left: bool) -> None:
         is_paused = self._pauses > 0 or (is_main() and self._others_are_paused())
-        heartbeat = _Heartbeat(time.time(), self._step, self._state(), is_paused, has_left)
+        heartbeat = _Heartbeat(time.monotonic(), self._step, self._state(), is_paused, has_left)
         self._ask(store.set, _key(rank()), json.dumps(dataclasses.asdict(heartbeat)))
         # Set the alarm if this rank found a reason and none is set, then read it. `get` might wait.
         self._alarm = self._ask(store.compare_set, "alarm", "", self._found).decode()
@@ -310,6 +314,9 @@ class Watchdog:
             with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
                 os.write(file.fileno(), line.encode())  # not file.write: a hung thread may hold its lock
                 faulthandler.dump_traceback(file)
+        if self._on_hang:
+            with contextlib.suppress(Exception):
+                self._on_hang()
         _write_flight_record()
         end.join()
 
@@ -325,7 +332,7 @@ class Watchdog:
             )
             state = heard.state if heard else "no heartbeat received"
             if heard and is_silent:
-                state = f"not responding, last heartbeat {time.time() - heard.time:.0f} s ago, {state}"
+                state = f"not responding, {state}"
             groups.setdefault((is_silent, state), []).append(number)
         ordered = sorted(groups.items(), key=lambda group: (not group[0][0], len(group[1])))
         described = [f"{log.name_ranks(numbers)}: {state}" for (_, state), numbers in ordered[:_MAX_GROUPS]]

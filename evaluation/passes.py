@@ -139,7 +139,7 @@ def evaluate_split(
             bar = Progress(
                 desc=f"evaluating {name}",
                 total=puzzle_set.num_examples if puzzles is None else None,
-                unit="puzzle",
+                unit="puzzles",
                 shown=sums[name].describe,
                 leave=False,
                 delay=3,

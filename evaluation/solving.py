@@ -146,7 +146,7 @@ def answer_puzzle(
 
     traces: list[tuple[np.ndarray, Trace]] = []  # after each step: its attempts, and their trace
     batch = _batch_of(puzzle, identifier, row).to(device)
-    bar = Progress(total=max_steps, desc="thinking", unit="step", delay=1, leave=False)
+    bar = Progress(total=max_steps, desc="thinking", unit="steps", delay=1, leave=False)
 
     def record(output: StepOutput, _: torch.Tensor | None = None) -> None:
         traces.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))

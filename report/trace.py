@@ -145,7 +145,7 @@ def trace_puzzles(
         set_names += [set_name] * len(batch.rows)
         columns.append([column.numpy() for column in batch if column is not None])
         starts = range(0, len(batch.rows), batch_size)
-        bar = Progress(iterable=starts, desc=f"solving {set_name}", unit="batch", leave=False, delay=3)
+        bar = Progress(iterable=starts, desc=f"solving {set_name}", unit="batches", leave=False, delay=3)
         with eager_blocks():
             for start in bar:
                 part = batch.select(slice(start, start + batch_size)).to(device)

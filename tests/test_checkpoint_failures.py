@@ -174,12 +174,16 @@ def _lose_a_part(run: Path, is_known: bool) -> bool:
     """Rank 1 never says that it has written, as if it had died, or its node had; a collective may say so."""
     checkpointing.writer._OTHERS_SECONDS = 600.0 if is_known else 0.3
     training.checkpoints._LAST_OTHERS_SECONDS = 0.3
+    warned: list[str] = []
+    checkpointing.writer.log.warning = warned.append
     if rank() == 1:
         checkpointing.writer._send_to_rank_0 = lambda *_: None
     with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         if is_known:
             raise torch.distributed.DistNetworkError("the connection to rank 1 is lost")
+    expected = "(RuntimeError: rank 1 did not report written files within 0.3 s). Earlier checkpoints"
+    assert [expected in text for text in warned] == [True] * (rank() == 0), warned
     return is_known or checkpoints.last_save_failed
 
 

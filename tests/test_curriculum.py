@@ -68,6 +68,29 @@ def test_the_last_step_is_saved_and_alone_where_a_config_says_so(keys, saved):
     assert [step for step in range(9) if schedule.is_checkpoint(step)] == saved
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_told"),
+    [
+        ({}, False),
+        ({"checkpoint_every_eval": False}, True),
+        ({"checkpoint_every_eval": False, "checkpoint_interval": 3}, True),
+        ({"checkpoint_every_eval": False, "checkpoint_interval": 2}, False),
+        ({"checkpoint_every_eval": False, "keep_best": None}, False),
+        ({"checkpoint_every_eval": False, "max_steps": 4}, False),
+        ({"checkpoint_every_eval": True, "local_steps": 3}, False),
+    ],
+)
+def test_a_best_step_without_a_checkpoint_is_one_warning(keys, is_told, capsys):
+    schedule = Schedule(tiny_config(**keys), SimpleNamespace(total_steps=8, iteration_ends=[4, 8]))
+    schedule.warn_of_unsaved_best()
+    warned = capsys.readouterr().err
+    assert warned.count("\n") == is_told
+    if is_told:
+        assert (
+            "checkpoint_every_eval=false: the step that keep_best=exact_accuracy marks as the best" in warned
+        )
+
+
 def _plan(folders: list[Path], *stages: Stage) -> TrainPlan:
     sets = open_datasets(folders, read_everything=False).splits["train"].sets
     return TrainPlan(sets, stages, seed=3, global_batch_size=2)

@@ -186,17 +186,17 @@ def test_without_a_terminal_progress_is_plain_lines_in_the_file_too(tmp_path):
 from pathlib import Path
 from distributed.progress import Progress
 log.open_rank_file(Path.cwd())
-with Progress(desc="evaluating", total=3, unit="puzzle", shown=lambda: "accuracy 0.5") as bar:
+with Progress(desc="evaluating", total=3, unit="batches", shown=lambda: "accuracy 0.5") as bar:
     bar.mininterval = 0
     for number in (0, 1, 1, 1):
         bar.update(number)
 """
     run = _run(code, tmp_path)
     lines = run.stderr.splitlines()
-    expected = [f"evaluating: {number} of 3 puzzles" for number in range(3)]
+    expected = [f"evaluating: {number} of 3 batches" for number in range(3)]
     assert [line.partition(" in ")[0] for line in lines[:3]] == expected
     assert all(line.endswith("accuracy 0.5") for line in lines)
-    in_file = (tmp_path / "logs" / "rank_0.log").read_text().count("puzzles in")
+    in_file = (tmp_path / "logs" / "rank_0.log").read_text().count("batches in")
     assert (run.stdout, len(lines)) == ("", in_file)
 
 

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import training.console
+import training.loggers
 from config.files import FOLDER
 from runtime import plugins
 from runtime.metrics_file import cut_back_rows, read_rows
@@ -81,6 +83,22 @@ def test_a_line_says_when_the_run_ends(loggers, capsys, monkeypatch):
     assert "takes about 11,574,074 more days" in capsys.readouterr().err
     names = re.findall(r"experiment=(\w+)", line)
     assert all((FOLDER / f"experiment/{name}.yaml").is_file() for name in names)
+
+
+def test_the_clock_of_the_estimate_starts_after_slow_loggers(tmp_path, monkeypatch):
+    """W&B may take a minute."""
+
+    class Slow:
+        name = "slow"
+
+        def __init__(self, _):
+            Slow.ready = time.monotonic()
+
+    monkeypatch.setattr(training.loggers, "find_loggers", lambda _: [Slow])
+    loggers = Loggers(_logged_run(tmp_path))
+    assert [logger.name for logger in loggers._all] == ["metrics.jsonl", "the progress bar", "slow"]
+    assert loggers._all[1]._began >= Slow.ready
+    loggers.close()
 
 
 def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, monkeypatch):
@@ -304,3 +322,12 @@ def test_a_logger_that_cannot_begin_does_not_end_the_run(tmp_path, sudoku_folder
     finished = complete_program("pretrain", *words, "wandb_mode=offline", folder=tmp_path, world_size=2)
     assert len(_warnings(finished)) == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("status", "expected"), [("running", "failed"), ("finished", "finished")])
+def test_a_run_that_the_watchdog_ends_has_failed(tmp_path, status, expected):
+    """Unless its last checkpoint is saved."""
+    (tmp_path / "status").write_text(json.dumps({"status": status, "step": 7}))
+    config = SimpleNamespace(checkpoint_path=str(tmp_path))
+    Monitor._record_hang(SimpleNamespace(_config=config, _step=7))
+    assert json.loads((tmp_path / "status").read_text()) == {"status": expected, "step": 7}

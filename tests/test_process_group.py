@@ -155,6 +155,7 @@ _OF_GLOO = (
 def test_a_lost_connection_is_one_line_that_says_what_to_do(monkeypatch, capsys, error, is_told, reason):
     """The real errors of gloo meet it in `system/test_nodes`."""
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(SystemExit if reason else RuntimeError), connection_errors(lambda: is_told):
         raise error
     line = capsys.readouterr().err
@@ -163,6 +164,7 @@ def test_a_lost_connection_is_one_line_that_says_what_to_do(monkeypatch, capsys,
         assert (
             f"lost the connection to another rank ({reason}). Its process or node has terminated, or" in line
         )
+        assert "torchrun's summary at the end names the rank of this node that ended first. With" in line
         assert "If it is lost, start the job again on all nodes, or let a scheduler do it" in line
 
 

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import wandb
 
 from report import dashboard
 from runtime.metrics_file import read_rows
@@ -19,6 +21,7 @@ from tests.ranks import REPOSITORY, Finished, run_program
 from tests.tiny import OVERRIDES
 from tests.wandb_server import ReceivedRun, WandbServer
 from training.loggers import PICTURES
+from training.loggers.wandb import WandbRun
 
 # pretrain.py, in which something happens once a row is logged: CODE, at the step STEP.
 _EVENTFUL = f"""
@@ -251,6 +254,18 @@ def test_a_copy_of_a_run_is_another_run(tmp_path, sudoku_folder):
         assert names[0] == "of-agent"
         for name, folder in zip(names, ("run", "moved"), strict=True):
             _assert_has_all_rows(server.runs[name].history, tmp_path / folder)
+
+
+def test_a_malformed_key_is_no_problem_of_the_network(capsys):
+    def init(mode: str) -> SimpleNamespace:
+        if mode == "online":
+            raise wandb.errors.AuthenticationError("WANDB_API_KEY invalid: too short")
+        return SimpleNamespace(offline=True)
+
+    WandbRun._start(SimpleNamespace(_init=init, _how_to_send=lambda: "Send it."), "online")
+    line = capsys.readouterr().err
+    assert line.startswith("warning: W&B login failed (WANDB_API_KEY invalid: too short). ")
+    assert line.endswith("The W&B run is offline. Send it.\n")
 
 
 @pytest.mark.long

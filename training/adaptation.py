@@ -70,7 +70,7 @@ def adapt(
         "demonstrations"
     )
     clock, rates = StepClock(device), dict.fromkeys(("lr", "puzzle_emb_lr"), lr)
-    with Progress(total=num_steps, desc="adapting", unit="step") as bar:
+    with Progress(total=num_steps, desc="adapting", unit="steps") as bar:
         for number in range(num_steps):
             rows = np.arange(*demonstrations.puzzle_indices[number : number + 2])
             numbers = np.full_like(rows, number)

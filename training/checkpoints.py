@@ -307,7 +307,7 @@ class CheckpointManager:
             self.close()
         else:  # not `close`, because it communicates: other ranks may have ended, or may not have failed
             others_seconds = None if lost_connection(error) is None else _LAST_OTHERS_SECONDS
-            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, others_seconds=others_seconds)
+            self._writer.wait(is_last=True, timeout_seconds=_LAST_WAIT_SECONDS, others_seconds=others_seconds)
 
     def close(self) -> None:
         """Waits until the last checkpoint is saved, and sets `last_save_failed`. All ranks call it.
@@ -315,7 +315,7 @@ class CheckpointManager:
         If the config key `keep_checkpoints` is set, then removes all checkpoints except the newest ones (as
         many as the key says) and the best. A second call does no harm.
         """
-        self._writer.wait()
+        self._writer.wait(is_last=True)
         if is_main():
             self._writer.remove_old()  # again, because an evaluation after the save may have found a new best
         self.last_save_failed = broadcast_object(self._writer.failure is not None)

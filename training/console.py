@@ -38,7 +38,7 @@ class Console:
     name = "the progress bar"
 
     def __init__(self, config: PretrainConfig, steps: range):
-        self._bar = Progress(desc="training", total=steps.stop, initial=steps.start, unit="step")
+        self._bar = Progress(desc="training", total=steps.stop, initial=steps.start, unit="steps")
         self._began, self._has_forecast = time.monotonic(), False
         self._keep_best = config.keep_best
         self._has_colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")

@@ -11,13 +11,14 @@ from distributed.collectives import broadcast_object
 from distributed.launch import Program
 from distributed.world import is_main, rank, world_size
 from optimizers.learning_rate import peak_learning_rates
+from runtime.reading import read_json
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock, gather_timing, traced_steps
 from training.data import RunData
 from training.loggers import LoggedRun, Loggers
 from training.metrics import FiniteCheck, training_metrics
 from training.model import count_steps
-from training.run_folder import HEARTBEAT_FILE, record_start, write_status
+from training.run_folder import HEARTBEAT_FILE, STATUS_FILE, record_start, write_status
 from training.state import TrainState
 from training.strategy import StepResult
 
@@ -83,9 +84,10 @@ class Monitor:
         step = self._remaining.start
         write_status(folder, "running", step=step)
         if is_main():
+            self._schedule.warn_of_unsaved_best()
             described = {name: self._run_info[name] for name in _OF_START}
             record_start(folder, step=step, device=self._device, **described)
-            self._watchdog.keep_record(folder / HEARTBEAT_FILE)
+            self._watchdog.keep_record(folder / HEARTBEAT_FILE, on_hang=self._record_hang)
         self._stack = contextlib.ExitStack()
         self._loggers = Loggers(LoggedRun(self._config, self._remaining, self._run_info, self._tags()))
         self._stack.push(self._loggers.close)
@@ -103,6 +105,12 @@ class Monitor:
         if any(error):
             write_status(Path(self._config.checkpoint_path), "failed", step=self._step)
         self._stack.__exit__(*error)
+
+    def _record_hang(self) -> None:
+        # If the status is, for example, "finished", a rank hangs after the last checkpoint. Keep it.
+        folder = Path(self._config.checkpoint_path)
+        if read_json(folder / STATUS_FILE)["status"] == "running":
+            write_status(folder, "failed", step=self._step)
 
     def _slots(self, state: TrainState) -> str:
         # Examples: "96 slots on each of 8 processes", or "at most 96 slots ..." if the last ranks have fewer.

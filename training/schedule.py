@@ -4,6 +4,7 @@ import dataclasses
 
 from config.schema import PretrainConfig
 from dataset.plan import TrainPlan
+from distributed import log
 from models.carry import Reasoning
 from models.flops import StepCounter
 from optimizers.learning_rate import learning_rates
@@ -68,6 +69,16 @@ class Schedule:
     def is_checkpoint(self, step: int) -> bool:
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)
         return step == self.end_step or at_evaluation or self._is_due(self._config.checkpoint_interval, step)
+
+    def warn_of_unsaved_best(self) -> None:
+        """Warns if the step with the best evaluation may have no checkpoint."""
+        steps = {next_sync(step, **self._interval) for step in self._evaluations}
+        is_unsaved = any(step < self.end_step and not self.is_checkpoint(step) for step in steps)
+        if self._config.keep_best is not None and is_unsaved:
+            log.warning(
+                f"checkpoint_every_eval=false: the step that keep_best={self._config.keep_best} marks as the "
+                "best may have no checkpoint. Training continues. Set checkpoint_every_eval=true to save it."
+            )
 
     def is_replica_check(self, step: int) -> bool:
         return self._is_due(self._config.replica_check_interval, step)

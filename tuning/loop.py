@@ -82,7 +82,7 @@ async def _run_trials(
                     "run the same command to continue."
                 )
 
-    bar = {"bar_format": _BAR, "desc": "search", "unit": "trial", "smoothing": 0}  # 0: mean speed
+    bar = {"bar_format": _BAR, "desc": "search", "unit": "trials", "smoothing": 0}  # 0: mean speed
     with Progress(total=study.num_trials, initial=study.num_ended(), **bar) as shown:
         all_slots = asyncio.gather(*map(run_in, range(config.parallel)))
         while not all_slots.done():

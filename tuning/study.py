@@ -35,7 +35,7 @@ class Study:
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
-        self.name, self.space, self._config = config.study, space, config
+        self.name, self.space, self._config, self._run = config.study, space, config, run
         self._grid = space.combinations() if config.sampler == "grid" else []
         self.num_trials = len(self._grid) or config.trials
         # Number of evaluations of a complete trial, over all its seeds.
@@ -176,8 +176,17 @@ class Study:
             f"The best of {finished} trials of a search (trial {best.number} of the study {config.study}).\n"
             f"Command:   {config.launch or 'python'} pretrain.py {options}experiment={config.study}\n"
             f"Measured:  {selection.metric} {best.value:.4g} on the {selection.selected_by} "
-            f"puzzles{caution}{seeds}, in {self._forward_dtype}"
+            f"puzzles{caution}{seeds}, in {self._forward_dtype}{self._of_final_training()}"
         )
+
+    def _of_final_training(self) -> str:
+        # Keys that suit the trials, and that best.yaml keeps.
+        lines = []
+        if (fraction := self._run.validation_fraction) > 0:
+            lines.append(f"validation_fraction={fraction:g} holds puzzles out. To train on all, set it to 0.")
+        if not self._run.checkpoint_every_eval:
+            lines.append("checkpoint_every_eval=false may lose the best checkpoint. To keep it, set true.")
+        return "".join(f"\nFinal run: {line}" for line in lines)
 
     def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
         return next((trial for trial in self._complete() if self.parameters(trial) == values), None)

@@ -146,7 +146,7 @@ def test_a_killed_and_a_frozen_rank_cost_only_time(tmp_path, sudoku_folder):
     assert re.search(rf"failed \(exitcode: {EXIT_HANG}\) local_rank: 0 ", output)
     told = re.compile(
         rf"^error \(rank 0\): no (?:progress on|heartbeat from) rank \d for {STEP_TIMEOUT} s "
-        r"\(step_timeout_seconds\)\. rank 1: not responding, last heartbeat \d+ s ago, .*; "
+        r"\(step_timeout_seconds\)\. rank 1: not responding, .*; "
         r"rank 0: in step \d+, .*$",
         flags=re.MULTILINE,
     )

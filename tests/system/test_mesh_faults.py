@@ -36,7 +36,7 @@ def test_a_stage_that_hangs_is_named(tmp_path, sudoku_folder):
         output = _lose_rank_2(run, signal.SIGSTOP)
     told = re.search(
         r"^error \(rank \d \(stage \d, replica \d\)\): no (?:progress on|heartbeat from) rank \d for 5 s "
-        r"\(step_timeout_seconds\)\. rank 2 \(stage 1, replica 0\): not responding, last heartbeat .*",
+        r"\(step_timeout_seconds\)\. rank 2 \(stage 1, replica 0\): not responding, .*",
         output,
         re.MULTILINE,
     )

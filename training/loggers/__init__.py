@@ -123,9 +123,7 @@ class Loggers:
         self._all: list[Any] = []  # objects with the members of `Logger`
         if not is_main():
             return
-        builders = {MetricsFile.name: lambda: MetricsFile(run.folder)}
-        builders[Console.name] = lambda: Console(run.config, run.steps)
-        builders |= {
+        builders = {MetricsFile.name: lambda: MetricsFile(run.folder)} | {
             logger_class.name: functools.partial(logger_class, run)
             for logger_class in find_loggers(run.config)
         }
@@ -134,6 +132,8 @@ class Loggers:
         for name, build in builders.items():
             with log.warn_once(name):
                 self._all.append(build())
+        with log.warn_once(Console.name):  # the last one, because its clock starts, and W&B may take a minute
+            self._all.insert(1, Console(run.config, run.steps))
 
     @property
     def take_pictures(self) -> bool:

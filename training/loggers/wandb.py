@@ -78,7 +78,9 @@ class WandbRun:
                 raise
             _end_client()
             run, reason = self._init("offline"), str(error).partition("\n")[0]
-            log.warning(f"cannot reach W&B ({reason}). The W&B run is offline. {self._how_to_send()}")
+            is_login = isinstance(error, wandb.errors.AuthenticationError)
+            problem = "W&B login failed" if is_login else "cannot reach W&B"
+            log.warning(f"{problem} ({reason}). The W&B run is offline. {self._how_to_send()}")
         if not run.offline:
             log.info(f"W&B: {run.url}")
         return run
