@@ -221,6 +221,8 @@ def parse_pair(row: dict, *, where: str) -> Pair:
 def _parse_grid(grid: Any, field: str) -> Cells:
     if isinstance(grid, str):
         grid = grid.strip("\r\n").splitlines()
+    if isinstance(grid, int | float) and not isinstance(grid, bool):
+        raise ValueError(f'the {field} is {_shown(grid)}, a number. Write it as a text, "{_shown(grid)}".')
     if not isinstance(grid, list):
         raise ValueError(f"the {field} is {_shown(grid)}, neither a grid nor a text")
     if len(grid) + sum(len(row) for row in grid if isinstance(row, (list, str))) > _MOST_CELLS:
