@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import sys
@@ -76,9 +77,13 @@ class Questions:
         sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
         reads_any = self._checkpoint.arch.reads_any_length
         if not reads_any and sizes != {name: getattr(trained, name) for name in sizes}:
+            counts = (sizes["seq_len"], trained.seq_len)
+            sides = [math.isqrt(count) for count in counts]
+            if sides[0] ** 2 == counts[0] and sides[1] ** 2 == counts[1]:
+                counts = [f"{side}x{side}" for side in sides]
             raise ValueError(
-                f"the puzzle has {sizes['seq_len']} cells of {sizes['vocab_size']} tokens, but "
-                f"{self._checkpoint} reads {trained.seq_len} cells of {trained.vocab_size} tokens"
+                f"the puzzle has {counts[0]} cells of {sizes['vocab_size']} tokens, but "
+                f"{self._checkpoint} reads {counts[1]} cells of {trained.vocab_size} tokens"
             )
         if sizes["seq_len"] != trained.seq_len:
             log.warning(

@@ -187,7 +187,9 @@ def test_learned_positions_are_of_one_size(folder, sudoku_folder, capsys, arch):
     """The table of the positions has a row for each cell."""
     arch = arch | {"pos_encodings": "learned", "puzzle_emb_ndim": 0}
     model = load(save_run(folder / f"learned_{arch['name']}", sudoku_folder, **arch), device="cpu")
-    with pytest.raises(ValueError, match="^the puzzle has 36 cells of 8 tokens, but .* reads 16 cells of 6"):
+    with pytest.raises(
+        ValueError, match="^the puzzle has 6x6 cells of 8 tokens, but .* reads 4x4 cells of 6"
+    ):
         model.solve("." * 35 + "6", steps=2)
     assert capsys.readouterr().err == ""
 
