@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 
 import runtime.environment  # noqa: F401
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -119,7 +118,8 @@ class Solver:
         """Solves a puzzle.
 
         Args:
-            puzzle: Text, path of a file, ARC task as a dict, or nested list or array of cells.
+            puzzle: Text, path of a file, ARC task as a dict, array of cells, or list of rows. A row is a text
+                or a list of cells.
             keys: Options of solve.py, such as steps=64, samples=8.
 
         Returns:
@@ -128,17 +128,8 @@ class Solver:
         Raises:
             ValueError: The puzzle or an option is invalid. The message has one line.
         """
-        if isinstance(puzzle, dict):
-            puzzle = json.dumps(puzzle)
-        elif not isinstance(puzzle, str | Path):
-            rows, vocabulary = np.atleast_2d(puzzle).tolist(), self.info.vocabulary
-            if vocabulary is not None:
-                has_spaces = vocabulary.parts_by_spaces
-            elif self.info.kind is not None:  # one-character cells may be spaces, as in a maze
-                has_spaces = not all(isinstance(cell, str) and len(cell) == 1 for row in rows for cell in row)
-            else:
-                has_spaces = True
-            puzzle = "\n".join((" " if has_spaces else "").join(map(str, row)) for row in rows)
+        if not isinstance(puzzle, str | Path):
+            puzzle = self.questions.text_of(puzzle)
         keys = {"checkpoint": str(self.checkpoint.path), "puzzle": str(puzzle)} | keys
         return self.answer(config_with(SolveConfig, **keys))
 

@@ -69,6 +69,12 @@ def compose_config(
     return _compose_or_show(schema, options, options.overrides, notice, dry_run)
 
 
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raises ValueError if the overrides are one text instead of a list of texts."""
+    if isinstance(overrides, str):
+        raise ValueError(f"the overrides are a text, {overrides!r}. Pass a list, such as [{overrides!r}].")
+
+
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Returns the checked config for command-line arguments such as ["lr=1e-3", "arch=trm"].
 
@@ -261,6 +267,7 @@ def _one_line_errors(schema: type[Config]) -> Iterator[None]:
 
 def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = sys.argv[1:] if arguments is None else arguments
+    check_overrides(arguments)
     for argument in arguments:
         check_encoding(argument)
     options = _CommandLine().parse_intermixed_args(arguments)

@@ -90,6 +90,9 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
     if "invalid literal for int()" in lines[0]:
         return f"a list has no keys ({lines[0]}). Set the complete list, such as [1,2]."
     if override := getattr(error, "override", None):
+        if curly := re.search("[\u2018-\u201f]", override):
+            advice = "Type straight quotes (' or \")."
+            return f"cannot read {override!r}: it contains the curly quote {curly[0]}. {advice}"
         key, equals, value = override.partition("=")
         is_text = value[:1] not in ("", "[", "{")
         typed = shlex.quote(f"{key}={quoted(value)}") if is_text else "\"key=[{name:'a=b'}]\""

@@ -243,8 +243,12 @@ class TrainPlan:
             ):
                 if not sum(steps):
                     visited = sum(plan.num_groups for plan in plans)
-                    problem = f"{stage.eval_interval} epochs of {visited} groups do not fill one batch"
-                    remedy = "Lower global_batch_size or raise eval_interval."
+                    puzzles = f"{visited} training puzzle{'s' * (visited != 1)}"
+                    problem = f"{stage.eval_interval} epochs of {puzzles} do not fill one batch"
+                    longer = (
+                        "eval_interval" if stage.eval_interval < stage.epochs else "epochs and eval_interval"
+                    )
+                    remedy = f"Lower global_batch_size, add puzzles, or raise {longer}."
                     raise ValueError(f"{problem} of {global_batch_size}. {remedy}")
                 self._iterations.append((plans, iteration, steps))
                 ends.append(ends[-1] + sum(steps))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from distributed.world import is_main, rank, world_size
+from runtime import print_interrupted
 from runtime.reading import printable
 from runtime.writing import Patient, open_to_append, write_json
 
@@ -217,7 +218,15 @@ def open_rank_file(folder: Path) -> None:
         _file.stream.close()
     _file = opened
     _logger.addHandler(_file)
-    sys.excepthook = lambda _kind, raised, _trace: exception(raised)
+    sys.excepthook = _log_last_exception
+
+
+def _log_last_exception(_kind: object, raised: BaseException, _trace: object) -> None:
+    is_interrupt = isinstance(raised, KeyboardInterrupt)
+    exception(raised, on_console=not is_interrupt)
+    if is_interrupt:
+        print_interrupted()
+        leave_last_words("interrupted")
 
 
 def rank_file() -> TextIO | None:

@@ -2,10 +2,13 @@
 
 import dataclasses
 import difflib
+import json
+import math
 import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from checkpointing.finding import Checkpoint
 from checkpointing.loading import architecture_errors, load_weights
@@ -13,6 +16,7 @@ from checkpointing.sizes import sizes_in
 from config.programs import SolveConfig
 from dataset.description import DatasetInfo, read_info, read_names
 from dataset.kinds.kind import Puzzle, kinds_of, read_symbols
+from dataset.kinds.pairs.files import parse_grid
 from dataset.metadata import BLANK, Metadata, usual_metadata
 from dataset.mixture import open_datasets
 from distributed import log
@@ -67,6 +71,34 @@ class Questions:
             raise ValueError(f"{source}: {missing}{error}") from None
         return puzzle
 
+    def text_of(self, puzzle: Any) -> str:
+        """Converts a puzzle of Python values to the text that `read` reads.
+
+        For a dataset of pairs, a list of rows is the same grid as in a file of pairs. Raises ValueError if
+        the puzzle is neither rows nor an ARC task, or if `read` could not read its cells from a text.
+
+        puzzle: Array, list of rows (lists or texts), or ARC task as a dict.
+        """
+        kind, vocabulary, puzzle = self.info.kind, self.info.vocabulary, _to_lists(puzzle)
+        if isinstance(puzzle, dict) and kind is not None and kind.name == "arc":
+            return json.dumps(puzzle, default=repr, skipkeys=True)
+        if isinstance(puzzle, dict):
+            raise ValueError("the puzzle is a dict, but the model is not for ARC tasks. Pass its rows.")
+        if vocabulary is not None:
+            grid = parse_grid(puzzle, "puzzle", symbols=vocabulary.symbols)
+            vocabulary.tokens_of(grid)
+            if (has_spaces := vocabulary.parts_by_spaces) and any(" " in row for row in grid):
+                raise ValueError("the puzzle has the cell ' ', but spaces separate the model's symbols.")
+        elif isinstance(puzzle, list) and puzzle and all(isinstance(row, str) for row in puzzle):
+            grid, has_spaces = puzzle, False
+        else:
+            grid = parse_grid(puzzle, "puzzle", symbols=" ")
+            # If all cells are texts of one character, a cell may be a space, as in a maze.
+            cells = [cell for row in puzzle for cell in (row if isinstance(row, list | str) else [row])]
+            has_spaces = kind is None or not all(isinstance(cell, str) and len(cell) == 1 for cell in cells)
+        lines = [(" " if has_spaces else "").join(row) for row in grid]
+        return "\n".join([*lines, ""])  # with a line break, the text is no file name
+
     def metadata_for(self, puzzle: Puzzle) -> Metadata:
         """Returns the metadata (sizes) of the training data, with the size of the given puzzle.
 
@@ -76,9 +108,13 @@ class Questions:
         sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
         reads_any = self._checkpoint.arch.reads_any_length
         if not reads_any and sizes != {name: getattr(trained, name) for name in sizes}:
+            counts = (sizes["seq_len"], trained.seq_len)
+            sides = [math.isqrt(count) for count in counts]
+            if sides[0] ** 2 == counts[0] and sides[1] ** 2 == counts[1]:
+                counts = [f"{side}x{side}" for side in sides]
             raise ValueError(
-                f"the puzzle has {sizes['seq_len']} cells of {sizes['vocab_size']} tokens, but "
-                f"{self._checkpoint} reads {trained.seq_len} cells of {trained.vocab_size} tokens"
+                f"the puzzle has {counts[0]} cells of {sizes['vocab_size']} tokens, but "
+                f"{self._checkpoint} reads {counts[1]} cells of {trained.vocab_size} tokens"
             )
         if sizes["seq_len"] != trained.seq_len:
             log.warning(
@@ -157,6 +193,14 @@ class Questions:
         if known is not None and config.adapt:
             log.info(f"the model was trained on this task (identifier {known}), so adapt=true has no effect")
         return known
+
+
+def _to_lists(value: Any) -> Any:
+    # Arrays and their numbers become Python lists and numbers.
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, dict):
+        return {key: _to_lists(item) for key, item in value.items()}
+    return [_to_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def read_question(puzzle: str | None) -> tuple[str, str]:

@@ -2,8 +2,10 @@
 
 import gzip
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +90,21 @@ def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, options):
     errors = [line for line in run.stderr.splitlines() if not line.startswith("generated ")]
     assert (run.returncode, run.stdout.count("once"), errors) == (0, 1, [])
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "pool")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("heeds_interrupts")
+def test_ctrl_c_is_one_line_also_while_further_processes_start(tmp_path):
+    command = [sys.executable, "-m", "dataset.build", "sudoku", "--generate", "100000"]
+    command += ["--output-dir", str(tmp_path / "data")]
+    options = {"cwd": REPOSITORY, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **options) as builder:
+        children = Path(f"/proc/{builder.pid}/task/{builder.pid}/children")
+        wait_for(lambda: len(children.read_text().split()) > 1, "it draws alone")
+        time.sleep(0.2)  # the processes import NumPy
+        os.killpg(builder.pid, signal.SIGINT)  # as a terminal does
+        _, errors = builder.communicate(timeout=60)
+    assert (builder.returncode, errors, [*tmp_path.iterdir()]) == (-signal.SIGINT, "interrupted\n", [])
 
 
 @pytest.mark.slow

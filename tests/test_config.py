@@ -234,6 +234,11 @@ def test_mistakes_of_runs_from_python_start_nothing():
     for run in (pretrain.run, evaluate.run):
         with pytest.raises(ValueError, match="lr_minimum"):
             run(["data_path=.", "lr_minimum=1"])
+        is_text = (
+            r"^the overrides are a text, 'experiment=demo'. Pass a list, such as \['experiment=demo'\].$"
+        )
+        with pytest.raises(ValueError, match=is_text):
+            run("experiment=demo")
     with pytest.raises(ValueError, match="checkpoint: evaluate.run returns"):
         evaluate.run(["checkpoint=[one,two]"])
 

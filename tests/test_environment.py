@@ -4,6 +4,7 @@ from runtime.environment import num_cores
 
 import ast
 import os
+import signal
 import sys
 import types
 
@@ -66,6 +67,25 @@ def test_a_program_prints_a_line_on_stderr_before_torch_loads(monkeypatch, capsy
         monkeypatch.setenv("RANK", rank)
     environment._announce()
     assert capsys.readouterr() == ("", expected)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
+@pytest.mark.parametrize(
+    ("path", "rank", "expected"),
+    [
+        ("solve.py", "0", ["interrupted"]),
+        ("dataset/build/__main__.py", "0", ["interrupted"]),
+        ("pretrain.py", "1", []),
+        ("../mine.py", "0", ["Traceback (most recent call last):", "KeyboardInterrupt"]),
+    ],
+)
+def test_a_program_that_ctrl_c_ends_prints_one_line(path, rank, expected):
+    code = (
+        f"import dataset, signal; __file__ = {str(REPOSITORY / path)!r}; signal.raise_signal(signal.SIGINT)"
+    )
+    run = run_code(code, RANK=rank)
+    assert [line for line in run.stderr.splitlines() if not line.startswith(" ")] == expected
+    assert (run.returncode, run.stdout) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize(

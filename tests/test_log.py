@@ -127,6 +127,9 @@ def test_the_exception_that_ends_a_rank_is_in_its_file(tmp_path):
     assert text.startswith(before), "a restarted run appends"
     assert _levels(text) == ["rank 1 INFO", "rank 1 INFO", "rank 1 ERROR"]
     assert text.count("in dive\n") == text.count("\nKeyError: 'deep'\n") == 1
+    run = run_code(code.replace("KeyError('deep')", "KeyboardInterrupt"), RANK="0", WORLD_SIZE="2")
+    assert run.stderr == "interrupted\n"
+    assert (tmp_path / "logs" / "rank_0.log").read_text().count("\nKeyboardInterrupt\n") == 1
 
 
 @pytest.mark.parametrize("is_full_disk", [False, True])

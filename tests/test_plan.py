@@ -142,9 +142,11 @@ def test_iterators_do_not_disturb_each_other():
 
 def test_a_run_without_a_batch_is_refused():
     sets = {"all": make_set([[1]] * 5)}
-    expected = "4 epochs of 5 groups do not fill one batch of 21. Lower global_batch_size or raise"
-    with pytest.raises(ValueError, match=expected):
-        make_plan(sets, global_batch_size=21)
+    for epochs, longer in ((12, "eval_interval"), (4, "epochs and eval_interval")):
+        problem = "4 epochs of 5 training puzzles do not fill one batch of 21. "
+        expected = f"{problem}Lower global_batch_size, add puzzles, or raise {longer}.$"
+        with pytest.raises(ValueError, match=expected):
+            make_plan(sets, global_batch_size=21, epochs=epochs, eval_interval=4)
     assert make_plan(sets, global_batch_size=20).iteration_ends == [1, 2, 3]
     for length in ({}, {"train_steps": 5}):  # example: all training puzzles have the same input
         with pytest.raises(ValueError, match="validation_fraction holds out all training puzzles of a stage"):

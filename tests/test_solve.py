@@ -1,5 +1,6 @@
 """solve.py gives the answer that evaluate.py would give, and what it says of it."""
 
+import ast
 import dataclasses
 import functools
 import io
@@ -111,11 +112,56 @@ def test_from_python(sudoku):
         assert 0 <= step.q_halt <= 1
     assert answer.halting_step == next((s.number for s in answer.steps if s.wants_to_halt), None)
     rows = np.array([[1, 0, 0, 4], [0] * 4, [0] * 4, [4, 0, 0, 1]])
-    assert model.solve(rows, steps=5).text == answer.text
+    for same in (
+        rows,
+        rows.tolist(),
+        PUZZLE.split(),
+        ["1 . . 4", *PUZZLE.split()[1:]],
+        [*PUZZLE.replace(" ", "")],
+    ):
+        assert model.solve(same, steps=5).text == answer.text
+    for wrong, message in {
+        "[[1, 0, 0, 4], [0, 0]]": "the puzzle is ragged: row 2 has 2 cells, row 1 has 4",
+        "[[1, None]]": "the puzzle has the cell None, neither a text nor an integer",
+        "[]": "the puzzle is empty",
+        "None": "the puzzle is None, neither a grid nor a text",
+        "{'a': 1}": "the puzzle is a dict, but the model is not for ARC tasks. Pass its rows.",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            model.solve(ast.literal_eval(wrong))
     assert model.solve(PUZZLE, samples=2).num_samples == 2, "with noise, as it needs some"
     assert len(model.solve(PUZZLE).steps) == 4, "an earlier call changes nothing"
     with pytest.raises(ValueError, match="unknown key 'step'"):
         model.solve(PUZZLE, step=3)
+
+
+@pytest.mark.parametrize("space", [" ", "."])
+def test_rows_of_pairs_are_read_as_in_a_file_of_pairs(tmp_path, space):
+    pairs = [[row.replace(" ", space) for row in rows] for rows in (["  47", "+ 85", "    "], ["+8", "5 "])]
+    lines = [json.dumps({"input": rows, "output": "8"}) for rows in pairs]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    data = tmp_path / "data"
+    build_dataset("pairs", ["--source", str(tmp_path / "pairs.jsonl"), "--output-dir", str(data)])
+    model = load(save_run(tmp_path / "run", data), device="cpu")
+    cells = [[*row] for row in pairs[0]]
+    expected = model.solve("\n".join(pairs[0]), steps=1)
+    for same in (pairs[0], cells, np.array(cells), tuple(map(tuple, cells))):
+        step = model.solve(same, steps=1).steps[0]
+        assert (step.tokens == expected.tokens).all()
+        assert (step.changed == expected.steps[0].changed).all()
+    messages = {
+        "['+4', '8']": "the puzzle is ragged: row 2 has 1 cells, row 1 has 2",
+        "[['', '', '4', '7']]": "the puzzle has the cell '', neither a text nor an integer",
+        "[['47', '8']]": "'47' is not a symbol of the dataset.",
+        "[[4, 7, 8, 5, 4]]": "the grid has 1x5 cells, but the dataset has at most 3x4",
+        "{'a': 1}": "the puzzle is a dict, but the model is not for ARC tasks. Pass its rows.",
+    }
+    if space == ".":  # spaces between symbols are removed, as in a file
+        assert (model.solve(["4 7", "8 5"], steps=1).tokens == model.solve("47 85", steps=1).tokens).all()
+        messages["[['4', ' ']]"] = "' ' is not a symbol of the dataset."
+    for wrong, message in messages.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            model.solve(ast.literal_eval(wrong))
 
 
 def test_the_answer_forms_in_the_recorded_states(sudoku):
@@ -187,7 +233,9 @@ def test_learned_positions_are_of_one_size(folder, sudoku_folder, capsys, arch):
     """The table of the positions has a row for each cell."""
     arch = arch | {"pos_encodings": "learned", "puzzle_emb_ndim": 0}
     model = load(save_run(folder / f"learned_{arch['name']}", sudoku_folder, **arch), device="cpu")
-    with pytest.raises(ValueError, match="^the puzzle has 36 cells of 8 tokens, but .* reads 16 cells of 6"):
+    with pytest.raises(
+        ValueError, match="^the puzzle has 6x6 cells of 8 tokens, but .* reads 4x4 cells of 6"
+    ):
         model.solve("." * 35 + "6", steps=2)
     assert capsys.readouterr().err == ""
 

@@ -14,7 +14,7 @@ import torch
 
 from checkpointing.files import CONFIG_FILE, checkpoints_in, newest_checkpoint
 from checkpointing.finding import ARCH_WORD, find_checkpoint
-from config.compose import chosen_experiment, compose_config, compose_values
+from config.compose import check_overrides, chosen_experiment, compose_config, compose_values
 from config.files import fill_defaults, flatten, format_of
 from config.messages import check_data_folders
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
@@ -67,6 +67,7 @@ def name_arch(arguments: Sequence[str]) -> list[str]:
     Returns all arguments. Example: "arch=trm" and "++arch.hidden_size=128" replace "arch=checkpoint". Without
     arch=checkpoint, the arguments do not change. Raises ValueError if `init_from` is not a checkpoint.
     """
+    check_overrides(arguments)
     if ARCH_WORD not in arguments:
         return list(arguments)
     others = [argument for argument in arguments if not re.match(r"[+~]*arch\b", argument)]

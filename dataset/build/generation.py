@@ -113,9 +113,12 @@ def _start(plugins: list[str]) -> None:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    # Processes that are started here must not import and run the user's script, as "spawn" does.
+    # Processes that are started here must not import and run the user's script, as "spawn" does. They
+    # inherit the signal mask, so Ctrl-C does not reach them before `_start` runs.
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

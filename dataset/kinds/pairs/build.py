@@ -94,11 +94,12 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         "make variants of the training pairs by changing input and output alike: dihedral (rotate and "
         "mirror), symbols (exchange symbols), or dihedral,symbols"
     )
-    known, parse = ("dihedral", "symbols"), lambda text: tuple(sorted(set(text.split(","))))
-    choices = [known, known[:1], known[1:]]
-    parser.add_argument(
-        "--symmetries", type=parse, choices=choices, default=(), metavar="NAMES", help=symmetries
+    names = matching(
+        r"((?:(?:dihedral|symbols),)*(?:dihedral|symbols))",
+        "dihedral, symbols or dihedral,symbols",
+        lambda text: tuple(sorted(set(text.split(",")))),
     )
+    parser.add_argument("--symmetries", type=names, default=(), metavar="NAMES", help=symmetries)
     fixed = 'symbols that are not exchanged, such as "#."; separate longer symbols by spaces'
     parser.add_argument("--fixed-symbols", metavar="SYMBOLS", help=fixed)
     num_aug = (

@@ -176,23 +176,33 @@ def _without_separators(pairs: list[Pair]) -> list[Pair]:
     The pairs are returned unchanged if a space may be a symbol. Example: the rows "1 2 3" have spaces between
     symbols, but "1  3" does not.
     """
-
-    def separated(grid: Cells) -> bool:
-        return all(len(row) > 2 and {*row[1::2]} == {" "} and " " not in row[::2] for row in grid)
-
     with_spaces = [
         grid for pair in pairs for grid in (pair.input, pair.output) if any(" " in row for row in grid)
     ]
-    if not with_spaces or not all(map(separated, with_spaces)):
+    if not with_spaces or not all(map(_has_separators, with_spaces)):
         return pairs
-
-    def stripped(grid: Cells) -> Cells:
-        return tuple(row[::2] for row in grid) if any(" " in row for row in grid) else grid
-
-    changed = [pair._replace(input=stripped(pair.input), output=stripped(pair.output)) for pair in pairs]
+    changed = [pair._replace(input=_stripped(pair.input), output=_stripped(pair.output)) for pair in pairs]
     num_changed = sum(new != pair for new, pair in zip(changed, pairs, strict=True))
     print(f"spaces between symbols are removed in {num_changed} of {len(pairs)} pairs")
     return changed
+
+
+def _has_separators(grid: Cells) -> bool:
+    return all(len(row) > 2 and {*row[1::2]} == {" "} and " " not in row[::2] for row in grid)
+
+
+def _stripped(grid: Cells) -> Cells:
+    return tuple(row[::2] for row in grid) if _has_separators(grid) else grid
+
+
+def parse_grid(grid: Any, name: str, *, symbols: Sequence[str]) -> Cells:
+    """Converts a value to a grid as if a file of pairs with the given symbols contained it.
+
+    Does not check that the symbols of the grid are in `symbols`. Raises ValueError if the value is not a
+    grid. name: What the message calls the value.
+    """
+    cells = _parse_grid(grid, name)
+    return cells if " " in symbols or _lists_space(grid) else _stripped(cells)
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
@@ -221,6 +231,8 @@ def parse_pair(row: dict, *, where: str) -> Pair:
 def _parse_grid(grid: Any, field: str) -> Cells:
     if isinstance(grid, str):
         grid = grid.strip("\r\n").splitlines()
+    if isinstance(grid, int | float) and not isinstance(grid, bool):
+        raise ValueError(f'the {field} is {_shown(grid)}, a number. Write it as a text, "{_shown(grid)}".')
     if not isinstance(grid, list):
         raise ValueError(f"the {field} is {_shown(grid)}, neither a grid nor a text")
     if len(grid) + sum(len(row) for row in grid if isinstance(row, (list, str))) > _MOST_CELLS:
