@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import socket
 import sys
@@ -54,9 +55,9 @@ def open_run_folder(config: PretrainConfig) -> Path:
         stored = read_stored_config(folder)
         if stored is not None and (changes := describe_changes(stored.values, config)):
             where = f"{stored.folder} contains a run with another config"
-            newest = newest_checkpoint(folder)
-            hint = f"To continue from its weights with this config, add resume={newest}." if newest else ""
-            raise ValueError(f"{where} ({changes}). Choose another run_name for a new run. {hint}".strip())
+            newest = None if re.search(r"(^|, )arch\.", changes) else newest_checkpoint(folder)
+            hint = f"To start it with the weights of this run, also add init_from={newest}." if newest else ""
+            raise ValueError(f"{where} ({changes}). Choose another run_name. {hint}".strip())
         with tempfile.TemporaryFile(dir=folder):
             pass
     return folder
