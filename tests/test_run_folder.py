@@ -134,7 +134,7 @@ def test_cutting_the_log_back(run):
     assert last_wandb_step(run) == 15
 
 
-def test_a_row_that_the_disk_has_no_room_for_costs_no_other_row(run):
+def test_a_row_that_the_disk_has_no_room_for_is_written_later(run):
     run.mkdir()
     file, (_, hard) = MetricsFile(run), resource.getrlimit(resource.RLIMIT_FSIZE)
     file.log(1, {"train/loss": 0.5})
@@ -143,12 +143,15 @@ def test_a_row_that_the_disk_has_no_room_for_costs_no_other_row(run):
         for step in (2, 3):  # a part of it is written, then nothing
             with pytest.raises(OSError, match="No space left|File too large"):
                 file.log(step, {"train/loss": 0.5})
+            assert (run / file.name).read_text().count("\n") == 1
+            assert (run / file.name).read_text().endswith("\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     for step in (4, 5):
         file.log(step, {"train/loss": 0.5})
     file.close(has_failed=False)
-    assert [values["step"] for values, _ in read_rows(run)] == [1, 4, 5]
+    assert [values["step"] for values, _ in read_rows(run)] == [1, 2, 3, 4, 5]
+    assert (run / file.name).read_text().count("\n") == 5
 
 
 def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(run, monkeypatch, capsys):
