@@ -77,6 +77,21 @@ def test_without_locks_a_run_is_possible(run, monkeypatch, capsys):
     assert "cannot lock" in capsys.readouterr().err
 
 
+def test_a_new_run_names_the_run_of_another_project_with_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    old, new = Path("checkpoints/p/r"), Path("checkpoints/q/r")
+    hint = "checkpoints/p/r has the same run_name. To continue it, add checkpoint_path=checkpoints/p/r."
+    config = {"project_name": "q", "run_name": "r"}
+    _open(new, **config)
+    assert hint not in capsys.readouterr().out
+    old.mkdir(parents=True)
+    (old / "config.yaml").write_text(to_yaml(tiny_config(checkpoint_path=str(old)).model_dump()))
+    _open(new, **config)
+    assert hint in capsys.readouterr().out
+    _open(old, **config)  # as advised
+    assert hint not in capsys.readouterr().out
+
+
 def test_only_what_may_change_may_change(run):
     _open(run)
     (run / "config.yaml").write_text(to_yaml(tiny_config(checkpoint_path=str(run)).model_dump()))
