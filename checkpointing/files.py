@@ -165,6 +165,11 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
     if step_of(path) is not None:
         verify_checkpoint(path)
         return path
+    if original := re.fullmatch(r"(step_\d+)\.corrupt(-\d+)?", path.name):
+        raise ValueError(
+            f"resume={path} was renamed, because its files did not match the manifest. If the files are "
+            f"complete again, rename it to {original[1]}."
+        )
     found = newest_intact(checkpoints_in(path), are_ours=False)
     if found is None:
         raise ValueError(f"resume={path} contains no checkpoint step_<N>. Choose another folder.")

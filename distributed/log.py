@@ -110,18 +110,19 @@ def warning(message: str) -> None:
 
 
 @contextlib.contextmanager
-def warn_once(name: str) -> Iterator[None]:
+def warn_once(name: str, *, then: str = "The run continues without it.") -> Iterator[None]:
     """Context manager that turns any exception into a warning, so that the run continues.
 
-    The console shows only the first warning with the same name.
+    The console shows only the first warning with the same name and the same `then`.
 
     name: First words of the warning. Example: "the upload" gives "the upload failed (...)".
+    then: Last sentence of the warning.
     """
     try:
         yield
     except Exception as failure:
-        text = f"{name} failed ({type(failure).__name__}: {failure}). The run continues without it."
-        _logger.warning(text, extra={"once": f"{name} fails"})
+        text = f"{name} failed ({type(failure).__name__}: {failure}). {then}"
+        _logger.warning(text, extra={"once": f"{name} fails: {then}"})
 
 
 def note(message: str, *, colored: str | None = None) -> None:

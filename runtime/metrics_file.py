@@ -16,22 +16,35 @@ _WANDB_STEP_FILE = "wandb_step"
 
 
 class MetricsFile:
-    """Appends the metrics of a training run to metrics.jsonl, one JSON object a line, without a buffer."""
+    """Appends the metrics of a training run to metrics.jsonl, one JSON object a line, without a buffer.
+
+    If a row cannot be written, for example because the disk is full, it is written before the next row.
+    """
 
     name = METRICS_FILE
 
     def __init__(self, run_folder: Path):
-        self._file, self._is_torn = open_to_append(run_folder / METRICS_FILE), False
+        self._file = open_to_append(run_folder / METRICS_FILE)
+        self._waiting: list[bytes] = []  # rows that are not written yet, in order
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        row = f"{json.dumps({'step': step, **metrics})}\n".encode()
-        row = b"\n" + row if self._is_torn else row
-        self._is_torn = self._file.write(row) < len(row)
-        if self._is_torn:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._waiting.append(f"{json.dumps({'step': step, **metrics})}\n".encode())
+        self._write_waiting()
 
     def close(self, *, has_failed: bool) -> None:
-        self._file.close()
+        """Writes the waiting rows. Raises OSError if a row remains that cannot be written."""
+        try:
+            self._write_waiting()
+        finally:
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            row, size = self._waiting[0], os.fstat(self._file.fileno()).st_size
+            if self._file.write(row) < len(row):
+                self._file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            del self._waiting[0]
 
 
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:

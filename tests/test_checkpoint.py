@@ -29,6 +29,7 @@ from tests.checkpoints import (
     state_tensors,
 )
 from tests.ranks import run_ranks
+from tests.tiny import tiny_arch
 from training.run_folder import open_run_folder
 
 
@@ -205,11 +206,30 @@ def test_another_config_is_refused_even_if_the_folder_lost_its_own(run):
         open_run_folder(run_config(run, lr=0.5))
 
 
+def test_the_advice_for_another_config_works(run):
+    save(run, 3)
+    with pytest.raises(ValueError, match=rf"Choose another run_name\. .* init_from={run}/step_3\.$"):
+        open_run_folder(run_config(run, lr=0.5))
+    with pytest.raises(ValueError, match=r"arch\.hidden_size: .*Choose another run_name\.$"):
+        open_run_folder(run_config(run, arch=tiny_arch(hidden_size=64).model_dump()))
+
+
+@pytest.mark.parametrize("ending", [".corrupt", ".corrupt-2"])
+def test_a_renamed_checkpoint_says_why_it_was_renamed(run, ending):
+    save(run, 3)
+    renamed = (run / "step_3").rename(run / f"step_3{ending}")
+    with pytest.raises(ValueError, match=r"was renamed, because .* rename it to step_3\.$"):
+        choose_checkpoint(run.parent / "branch", run_config(run.parent / "branch", resume=str(renamed)))
+
+
 def test_another_dataset_or_shape_is_refused(run, capsys):
     save(run, 3)
     with pytest.raises(SystemExit):
         resume(run, fingerprint="another")
-    assert "another dataset" in capsys.readouterr().err
+    assert "another dataset than data_path. Choose another run_name." in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        resume(run.parent / "branch", resume=str(run), fingerprint="another")
+    assert f"Set init_from={run / 'step_3'} instead of resume, or data_path" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         resume(run.with_name("other"), resume=str(run), global_batch_size=12)
     assert "is (24, 16) in the checkpoint, but (12, 16) in this run" in capsys.readouterr().err

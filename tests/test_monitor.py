@@ -55,6 +55,24 @@ def test_a_failing_logger_is_one_warning_and_ends_nothing(loggers, tmp_path, cap
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_rows_that_no_disk_has_room_for_are_two_warnings(loggers, tmp_path, capsys):
+    loggers.log(1, {"train/lm_loss": 0.5})
+    size, (_, hard) = (tmp_path / "metrics.jsonl").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 3, hard))
+    try:
+        for step in (2, 3):
+            loggers.log(step, {"train/lm_loss": 0.5})
+        loggers.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "metrics.jsonl failed" in line]
+    assert [re.sub(r".*\). ", "", line) for line in warnings] == [
+        "Training continues. The rows are written later, if possible.",
+        "The last rows are missing in the file.",
+    ]
+    assert [values["step"] for values, _ in read_rows(tmp_path)] == [1]
+
+
 def test_the_last_line_of_progress_appears_once_and_names_an_evaluation(loggers, capsys):
     bar = loggers._all[1]._bar
     bar.mininterval = 0

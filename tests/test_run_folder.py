@@ -77,6 +77,21 @@ def test_without_locks_a_run_is_possible(run, monkeypatch, capsys):
     assert "cannot lock" in capsys.readouterr().err
 
 
+def test_a_new_run_names_the_run_of_another_project_with_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    old, new = Path("checkpoints/p/r"), Path("checkpoints/q/r")
+    hint = "checkpoints/p/r has the same run_name. To continue it, add checkpoint_path=checkpoints/p/r."
+    config = {"project_name": "q", "run_name": "r"}
+    _open(new, **config)
+    assert hint not in capsys.readouterr().out
+    old.mkdir(parents=True)
+    (old / "config.yaml").write_text(to_yaml(tiny_config(checkpoint_path=str(old)).model_dump()))
+    _open(new, **config)
+    assert hint in capsys.readouterr().out
+    _open(old, **config)  # as advised
+    assert hint not in capsys.readouterr().out
+
+
 def test_only_what_may_change_may_change(run):
     _open(run)
     (run / "config.yaml").write_text(to_yaml(tiny_config(checkpoint_path=str(run)).model_dump()))
@@ -134,7 +149,7 @@ def test_cutting_the_log_back(run):
     assert last_wandb_step(run) == 15
 
 
-def test_a_row_that_the_disk_has_no_room_for_costs_no_other_row(run):
+def test_a_row_that_the_disk_has_no_room_for_is_written_later(run):
     run.mkdir()
     file, (_, hard) = MetricsFile(run), resource.getrlimit(resource.RLIMIT_FSIZE)
     file.log(1, {"train/loss": 0.5})
@@ -143,12 +158,15 @@ def test_a_row_that_the_disk_has_no_room_for_costs_no_other_row(run):
         for step in (2, 3):  # a part of it is written, then nothing
             with pytest.raises(OSError, match="No space left|File too large"):
                 file.log(step, {"train/loss": 0.5})
+            assert (run / file.name).read_text().count("\n") == 1
+            assert (run / file.name).read_text().endswith("\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     for step in (4, 5):
         file.log(step, {"train/loss": 0.5})
     file.close(has_failed=False)
-    assert [values["step"] for values, _ in read_rows(run)] == [1, 4, 5]
+    assert [values["step"] for values, _ in read_rows(run)] == [1, 2, 3, 4, 5]
+    assert (run / file.name).read_text().count("\n") == 5
 
 
 def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(run, monkeypatch, capsys):

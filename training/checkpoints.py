@@ -236,7 +236,7 @@ class CheckpointManager:
                 # The training examples of the weights that the run starts from.
                 self._before = _trained_before(config, chosen, is_this_run=is_this_run)
                 if chosen is not None:
-                    self._check(chosen, content)
+                    self._check(chosen, content, is_this_run=is_this_run)
         chosen, content, is_this_run = broadcast_object((chosen, content, is_this_run))
 
         if chosen is not None:
@@ -262,7 +262,7 @@ class CheckpointManager:
         is_logged = bool(rows) and rows[-1]["step"] == state.step
         return broadcast_object(is_logged) or state.step == 0
 
-    def _check(self, chosen: Path, content: dict[str, Any]) -> None:
+    def _check(self, chosen: Path, content: dict[str, Any], *, is_this_run: bool) -> None:
         needed = {key: content[key] for key in _Saved.model_fields if key in content}
         try:
             validate_config(_Saved, needed, where=str(chosen / STATE_FILE))
@@ -270,7 +270,8 @@ class CheckpointManager:
             raise ValueError(f"{error}. Choose another checkpoint.") from None
         if content["dataset_fingerprint"] != self._described["dataset_fingerprint"]:
             other = f"{chosen} was trained on another dataset than data_path"
-            raise ValueError(f"{other}. Choose another run_name.")
+            instead = f"Set init_from={chosen} instead of resume, or data_path to its dataset."
+            raise ValueError(f"{other}. {'Choose another run_name.' if is_this_run else instead}")
         if self._total_steps is not None and content["step"] > self._total_steps:
             ends = f"this run ends at step {self._total_steps}. Increase epochs or train_steps."
             raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")

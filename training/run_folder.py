@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import socket
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.files import IDENTITIES_FILE, STARTS_FILE, newest_checkpoint
+from checkpointing.files import CONFIG_FILE, IDENTITIES_FILE, STARTS_FILE, newest_checkpoint
 from config.architecture import Architecture
 from config.schema import PretrainConfig
 from dataset.identities import identities_of
@@ -54,12 +55,27 @@ def open_run_folder(config: PretrainConfig) -> Path:
         stored = read_stored_config(folder)
         if stored is not None and (changes := describe_changes(stored.values, config)):
             where = f"{stored.folder} contains a run with another config"
-            newest = newest_checkpoint(folder)
-            hint = f"To continue from its weights with this config, add resume={newest}." if newest else ""
-            raise ValueError(f"{where} ({changes}). Choose another run_name for a new run. {hint}".strip())
+            newest = None if re.search(r"(^|, )arch\.", changes) else newest_checkpoint(folder)
+            hint = f"To start it with the weights of this run, also add init_from={newest}." if newest else ""
+            raise ValueError(f"{where} ({changes}). Choose another run_name. {hint}".strip())
         with tempfile.TemporaryFile(dir=folder):
             pass
+        if stored is None:
+            _name_runs_of_other_projects(config)
     return folder
+
+
+def _name_runs_of_other_projects(config: PretrainConfig) -> None:
+    # Example: the data folder was renamed. The default project name contains its name.
+    project, name = config.project_name, config.run_name
+    root = Path("checkpoints")
+    if project is None or name is None or Path(config.checkpoint_path) != root / project / name:
+        return
+    others = sorted(path / name for path in root.iterdir() if path.name != project)
+    for other in others:
+        if (other / CONFIG_FILE).is_file():
+            log.info(f"{other} has the same run_name. To continue it, add checkpoint_path={other}.")
+            return
 
 
 @contextlib.contextmanager

@@ -23,6 +23,11 @@ from training.console import Console
 if TYPE_CHECKING:
     from training.pictures import Thoughts
 
+# What happens after a failure, by logger and method.
+_THEN = {
+    (MetricsFile.name, "log"): "Training continues. The rows are written later, if possible.",
+    (MetricsFile.name, "close"): "The last rows are missing in the file.",
+}
 PICTURES = "puzzles"  # name of the pictures of puzzles
 
 
@@ -164,6 +169,7 @@ class Loggers:
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> None:
         for logger in self._all:
-            with log.warn_once(logger.name):
+            then = _THEN.get((logger.name, method), "The run continues without it.")
+            with log.warn_once(logger.name, then=then):
                 if hasattr(logger, method):
                     getattr(logger, method)(*arguments, **options)
