@@ -2,7 +2,7 @@
 
 The ranks train on one batch of puzzles, the global batch. A slot is one position of this batch, and each rank
 has some of the slots. A thinking step is one forward pass of the network, from a puzzle and a latent state to
-an answer and a new latent state. A slot keeps its puzzle for several training steps, until it halts
+an answer and a new latent state. A slot usually keeps its puzzle for several training steps, until it halts
 (models/halting.py). Then it takes a new puzzle. `state.carry` contains the puzzles and latent states of this
 rank's slots.
 
@@ -24,20 +24,21 @@ A training step has ten parts. The comments in the code have the same numbers.
  7. If `grad_clip_norm` is set, clip the gradients of the dense weights. The optimizer updates the dense
     weights. Sign SGD updates the puzzle embeddings of the puzzles in the slots.
  8. If the forward pass reads copies of the updated weights, update the copies. For example, blocks that
-    compute in bfloat16 read copies in bfloat16.
+    compute in bfloat16 read copies in bfloat16, except with sync=ddp.
  9. If `ema` is set, update the moving averages of the dense weights. The averages of puzzle embeddings are
     updated when they are needed (optimizers/puzzle_table_average.py).
 10. Add the metrics of this rank to the sums for the next log row.
 
 The following config keys change some of these parts, which are named in parentheses.
 
-- `sync` (4, 6): The method of summing gradients. With `flat` and `ddp`, the last backward pass in part 4
-  already sends gradients. A pipeline, tensor parallelism and local steps send none in part 4
-  (distributed/sync.py).
-- `sync_dtype` (4, 6, 8): The dtype in which ranks send the gradients of the dense weights, the loss and the
-  stop requests. With `local_steps`, the dtype of what a merge sends about them.
+- `sync` (4, 6 to 8): The method of summing gradients (distributed/sync.py). With `flat` and `ddp`, the last
+  backward pass in part 4 already sends gradients, but not with a pipeline, tensor parallelism or local steps.
+  With `auto`, CPU processes of one Linux node usually sum gradients in shared memory. By default, they then
+  also divide the update of the weights, as with the following key.
 - `data_parallel_shard_degree` (7, 8): The ranks of a group divide the update of the weights. In part 8, they
   exchange the updated weights (distributed/flat.py).
+- `sync_dtype` (4, 6, 8): The dtype in which ranks send the gradients of the dense weights, the loss and the
+  stop requests. With `local_steps`, the dtype of what a merge sends about them.
 - `local_steps=n` (3, 6, 8, 9): Each rank trains alone. Part 3 returns the numbers of this rank, such as its
   number of slots, and part 6 sums nothing. After every n-th step, and after the last step of the run, part 8
   merges: all ranks get common weights. Part 9 updates the averages only then (`LocalSteps` in
@@ -102,7 +103,7 @@ def train_step(
         config: Config of the run.
         rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the puzzle
             embeddings.
-        clock: Measures the time that the rank waits for other ranks.
+        clock: Measures the time of the parts 3, 6 and 8, in which the rank waits for other ranks.
         reasoning: Settings of the thinking step, such as its noise. If None, those of the model.
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
