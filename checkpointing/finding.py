@@ -12,6 +12,7 @@ This file reads configs and verifies files. loading.py loads the weights.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -313,9 +314,11 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
     if named and isinstance(arch, dict) and str(arch.get("name")) not in architectures():
+        plugins = [str(plugin) for plugin in (named if isinstance(named, list) else [named])]
+        key, options = f"plugins=[{','.join(plugins)}]", [f"--plugin {shlex.quote(name)}" for name in plugins]
         raise ValueError(
             f"{path}: the model {arch.get('name')!r} is defined by a plugin. If you trust the plugin, add "
-            f"plugins={named}."
+            f"{shlex.quote(key)}, or {' '.join(options)} if the program has this option."
         )
     values = {key: config.get(key) for key in _Recorded.model_fields}
     fields = dict(validate_config(_Recorded, values, where=str(path)))

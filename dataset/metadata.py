@@ -73,7 +73,8 @@ class Metadata:
             yield "sets contains a name twice"
         if self.augmentation is not None and find_augmentation(self.augmentation) is None:
             known = ", ".join(AUGMENTATIONS)
-            yield f"augmentation={self.augmentation!r} is not one of {known}, and no imported plugin adds it"
+            plugin = "If a plugin adds it, add --plugin FILE or plugins=[FILE]. Otherwise, the file is wrong"
+            yield f"augmentation={self.augmentation!r} is not one of {known}. {plugin}"
         if self.augmentation in ("arc", "pairs", "sudoku") and (self.ignore_label_id or 0) >= FIRST_SYMBOL:
             problem = f"augmentation={self.augmentation} exchanges this token. Use null, 0 or 1."
             yield f"ignore_label_id is {self.ignore_label_id}, but {problem}"

@@ -1,5 +1,6 @@
 """Plugins: what a file may add, what is refused, and runs with the examples of docs/extend.md."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from runtime import plugins
 from runtime.plugins import load_plugins, plugin_files
 from tests.own_files import write_plugins
 from tests.ranks import complete_program, run_program
-from tests.tiny import OVERRIDES, logged_rows, tiny_config
+from tests.tiny import FACTS, OVERRIDES, logged_rows, tiny_config
 from training.loggers import LoggedRun, Loggers
 
 _GRU = ("plugins=[mine/gru.py]", "--config-dir=mine", "arch=gru", "arch.hidden_size=32", "arch.num_heads=2")
@@ -120,7 +121,12 @@ def test_the_options_of_an_optimizer_are_checked_by_its_class(tmp_path, monkeypa
 def test_a_kind_of_a_plugin_is_a_kind(tmp_path, monkeypatch):
     monkeypatch.chdir(write_plugins(tmp_path).parent)
     assert "jigsaw" not in kind_names()
+    metadata = dataclasses.replace(FACTS, augmentation="jigsaw")
+    (mistake,) = metadata.mistakes()
+    assert mistake.startswith("augmentation='jigsaw' is not one of arc, ")
+    assert "If a plugin adds it, add --plugin FILE or plugins=[FILE]." in mistake
     load_plugins(["mine/jigsaw.py"])
+    assert not list(metadata.mistakes())
     assert find_kind(kind_names()[-1]).groups(None)[8:] == [
         [0, 4, 5, 8], [1, 2, 3, 6], [7, 10, 11, 15], [9, 12, 13, 14]
     ]  # fmt: skip
@@ -140,7 +146,7 @@ def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path
     assert refused.statuses == [1]
     assert refused.error_lines == [
         "error: run/step_32/config.yaml: the model 'gru' is defined by a plugin. If you trust the plugin, "
-        "add plugins=['mine/gru.py']."
+        "add 'plugins=[mine/gru.py]', or --plugin mine/gru.py if the program has this option."
     ]
     complete_program("evaluate", "checkpoint=run", "plugins=[mine/gru.py]", folder=tmp_path)
     with pytest.raises(ValueError, match="is defined by a plugin"):
