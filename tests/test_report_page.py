@@ -24,7 +24,6 @@ from evaluation.intervals import wilson_interval
 from evaluation.trace import record_trace
 from models.trm import TRM
 from report.__main__ import main
-from report.charts import Line, duration, line_chart, short
 from report.compare import comparison_charts
 from report.page import report_run
 from report.page_content import learning_charts
@@ -418,24 +417,3 @@ def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
     largest = next(puzzle for puzzle in puzzles if len(puzzle["input"]) == 900)
     assert (largest["columns"], set(largest["label"])) == (30, {11})
     assert picture_data(traced)["colors"][11] == "#870c25"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (125, "2 min 5 s"), (3600, "1 h"), (90061, "1 d 1 h")]
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(9876, "9,876"), (999_499, "999 k"), (999_500, "1 M"), (999_999_999, "1 G")]
-)
-def test_counts(number, text):
-    assert short(number) == text
-
-
-def test_labels_of_a_narrow_axis_differ():
-    line = Line("model", [1, 2, 3], [0.693, 0.705, 0.712], "series1")
-    svg = line_chart("accuracy", [line], x_label="step", share=True).svg
-    labels = re.findall(r">(0\.\d+)</text>", svg)
-    assert len(labels) == len(set(labels)) > 2

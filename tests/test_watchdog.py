@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import resource
 import signal
 import sys
 import time
@@ -24,7 +23,6 @@ from distributed import log
 from distributed import watchdog as watchdog_module
 from distributed.backend import process_group
 from distributed.collectives import barrier
-from distributed.failure_record import FailureRecord
 from distributed.watchdog import EXIT_HANG, Watchdog
 from distributed.world import rank, rendezvous_store
 from tests.ranks import _in_environment, _server
@@ -372,41 +370,6 @@ def test_a_failure_is_remembered_until_the_first_step_of_the_next_start(start, t
         assert not record.exists()
         assert watchdog.pop_recovery()["recovery_seconds"] == pytest.approx(60, abs=_SLACK)
         assert watchdog.pop_recovery() == {}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"time": null, "step": 1}', '{"time": 1, "step": 1e999}', None]
-)
-def test_a_file_that_is_no_record_is_not_in_the_way(tmp_path, text, capsys):
-    path = tmp_path / "heartbeat"
-    if text is None:  # it cannot be written or removed either
-        (path / "something").mkdir(parents=True)
-    else:
-        path.write_text(text)
-    record = FailureRecord(path)
-    record.write(1, silent_seconds=0)
-    record.record_recovery(2)
-    record.remove()
-    assert path.exists() == (text is None)
-    assert record.pop_recovery() == {}
-    assert capsys.readouterr().out == ""
-
-
-def test_a_full_disk_leaves_no_old_record(tmp_path, capsys):
-    """The next launch would print how many steps were done again since that record."""
-    path = tmp_path / "heartbeat"
-    record = FailureRecord(path)
-    record.write(8, silent_seconds=0)
-    assert path.exists()
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        record.write(24, silent_seconds=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert not list(tmp_path.iterdir())
-    FailureRecord(path).record_recovery(7)
-    assert capsys.readouterr().out == ""
 
 
 def test_a_world_of_one_is_not_watched(monkeypatch):
