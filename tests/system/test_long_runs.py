@@ -23,9 +23,9 @@ from runtime.reading import read_yaml
 from tests.ranks import REPOSITORY, complete_program, start_program
 from tests.test_ldt import assert_learns_searches_and_solves
 from tests.test_pretrain import assert_resumed_is_bit_equal
-from tests.test_records import RUNG
 from tests.test_recovery import OPTIONS, STEP_TIMEOUT, Launch
 from tests.test_search import load_study
+from tests.test_seeds import RUNG
 from tests.test_share_page import assert_onnx_answers_as_torch
 from tests.tiny import OVERRIDES, logged_rows
 from tests.waiting import wait_for
