@@ -81,8 +81,8 @@ def train(program: Program[PretrainConfig]) -> int:
     checkpoints = open_checkpoints(config, data)
     # With several ranks, the watchdog ends a run that hangs. Loading may take long, so pause the watchdog.
     with program.watchdog.paused():
-        # Whether metrics.jsonl has the row of the loaded step. An earlier launch may have stopped after it
-        # saved the checkpoint and before it logged the row. Then `run_steps` logs it.
+        # `is_logged`: whether metrics.jsonl has the row of the loaded step. An earlier launch may have saved
+        # the checkpoint and then stopped before it logged the row. Then `run_steps` logs it.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
     # Find test puzzles that are training puzzles. If there are any, log a warning, or end the run with an
     # error (config key `leaks`). `open_data` has compared the training puzzles of this run. Now also compare
@@ -207,8 +207,9 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. If any rank has
-            # received a signal, the sum `stop_requests` is positive on all ranks, and `is_agreed()` becomes
-            # True on all ranks. On CUDA, this happens one sum later, so that the host does not wait.
+            # received a signal before the sum of this step, `stop_requests` is positive on all ranks, and
+            # `is_agreed()` becomes True on all ranks. On CUDA, this happens at the sum of the next step, so
+            # that the host does not wait. With local_steps, only steps with a merge have a sum.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 

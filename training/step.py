@@ -2,9 +2,9 @@
 
 The ranks train on one batch of puzzles, the global batch. A slot is one position of this batch, and each rank
 has some of the slots. A thinking step is one forward pass of the network, from a puzzle and a latent state to
-an answer and a new latent state. A slot usually keeps its puzzle for several training steps, until it halts
-(models/halting.py). Then it takes a new puzzle. `state.carry` contains the puzzles and latent states of this
-rank's slots.
+an answer and a new latent state (in LDT, this state is a board of candidates). A slot usually keeps its
+puzzle for several training steps, until it halts (models/halting.py). Then it takes a new puzzle.
+`state.carry` contains the puzzles and latent states of this rank's slots.
 
 In some models, each puzzle identifier has a learned vector, its puzzle embedding. All other weights are
 called dense weights.
@@ -13,14 +13,15 @@ A training step has ten parts. The comments in the code have the same numbers.
 
  1. Draw the random numbers that must be drawn on the host. All others are drawn where they are needed.
  2. Put a new puzzle and its initial latent state into each slot that has halted.
- 3. Determine the numbers by which the loss is divided: the number of slots of all ranks, and in some models
-    other numbers (`divisors` of the objective).
+ 3. Determine the numbers by which the loss is divided. For most models, this is only `global_batch_size`, the
+    number of slots of all ranks. Some models count other numbers (`divisors` of the objective), which are
+    summed over ranks.
  4. Zero the gradients. Divide this rank's slots into `gradient_accumulation_steps` micro-batches. For each
     micro-batch, run the thinking step, decide which slots halt, compute the loss, and run the backward pass.
  5. Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
     gradient flows into an earlier training step.
- 6. Sum over ranks: the gradients, the loss, and the stop requests. The stop request of a rank is 1 if a
-    signal such as Ctrl-C has asked this rank to stop. Otherwise, it is 0.
+ 6. Sum over all ranks with different slots: the gradients, the loss, and the stop requests. The stop request
+    of a rank is 1 if a signal such as Ctrl-C has asked this rank to stop. Otherwise, it is 0.
  7. If `grad_clip_norm` is set, clip the gradients of the dense weights. The optimizer updates the dense
     weights. Sign SGD updates the puzzle embeddings of the puzzles in the slots.
  8. If the forward pass reads copies of the updated weights, update the copies. For example, blocks that
@@ -31,18 +32,20 @@ A training step has ten parts. The comments in the code have the same numbers.
 
 The following config keys change some of these parts, which are named in parentheses.
 
-- `sync` (4, 6 to 8): The method of summing gradients (distributed/sync.py). With `flat` and `ddp`, the last
-  backward pass in part 4 already sends gradients, but not with a pipeline, tensor parallelism or local steps.
-  With `auto`, CPU processes of one Linux node usually sum gradients in shared memory. By default, they then
-  also divide the update of the weights, as with the following key.
-- `data_parallel_shard_degree` (7, 8): The ranks of a group divide the update of the weights. In part 8, they
-  exchange the updated weights (distributed/flat.py).
+- `sync` (4, 6 to 8): The method of summing the gradients of dense weights (distributed/sync.py). With `flat`
+  and `ddp`, the last backward pass in part 4 already sends them, but not with a pipeline, tensor parallelism
+  or local steps. With `auto`, CPU processes of one Linux node sum them in shared memory in part 6, if no
+  other key prevents this (`build_flats` in optimizers/weights.py). All other processes use `flat`. With
+  shared memory, all ranks divide the update of the weights, unless the following key is set.
+- `data_parallel_shard_degree` (7, 8): The ranks of a group divide the update of the blocks' weights. In part
+  8, they exchange the updated weights (distributed/flat.py). If the whole network computes in float32,
+  without a pipeline and tensor parallelism, they divide the update of all dense weights.
 - `sync_dtype` (4, 6, 8): The dtype in which ranks send the gradients of the dense weights, the loss and the
-  stop requests. With `local_steps`, the dtype of what a merge sends about them.
+  stop requests. With `local_steps`, the dtype in which a merge sends the changes of these weights.
 - `local_steps=n` (3, 6, 8, 9): Each rank trains alone. Part 3 returns the numbers of this rank, such as its
   number of slots, and part 6 sums nothing. After every n-th step, and after the last step of the run, part 8
-  merges: all ranks get common weights. Part 9 updates the averages only then (`LocalSteps` in
-  training/strategy.py).
+  merges: all ranks get common weights, and exchange losses, norms and stop requests. Each rank keeps its own
+  optimizer state. Part 9 updates the averages only after a merge (`LocalSteps` in training/strategy.py).
 - `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is stored on one rank, or with tensor
   parallelism on the ranks of one group. Part 3 fetches the embeddings of the puzzles in the slots. Part 6
   sends gradients to the ranks that store the embeddings (optimizers/puzzle_table.py).
@@ -51,14 +54,18 @@ The following config keys change some of these parts, which are named in parenth
   has its own slots, and in part 4 their activations pass through all ranks of the pipeline
   (distributed/pipeline.py).
 - `tensor_parallel_degree` (4, 6, 7, 8): The ranks of a group have the same slots. They divide each matrix of
-  the blocks, and sum activations in part 4 and stop requests in part 8 (distributed/tensor.py).
+  the blocks. In part 4, they sum activations in the forward pass and gradients of activations in the backward
+  pass. Part 6 sums over ranks with different slots, so part 8 sums the stop requests over the ranks of a
+  group (distributed/tensor.py).
 - With either of these two keys, part 6 sums the gradients of a block only over ranks with the same weights
   of this block. Part 7 sums squared norms over ranks with different weights, to get the norm of all
   gradients.
-- `arch.no_ACT_continue=false` (4): The loss has another term, for q_continue. Its target needs one more
-  thinking step of the slot. By default, this step runs in part 4, without gradient (models/objective.py).
+- `arch.no_ACT_continue=false` (4), the default of HRM: The network also predicts q_continue. A slot halts if
+  q_halt > q_continue, and the loss has a term for q_continue. With `arch.q_target=exact`, the target of this
+  term comes from one more thinking step in part 4, without gradient. With `deferred`, it comes from the next
+  training step (models/objective.py).
 - `arch.boards_per_slot` (2, 5): If it is greater than 1, a slot has several puzzles, called boards. Each
-  training step changes one board of each slot, which it picks at random.
+  training step picks one board of each slot at random. Only this board changes, and only it can halt.
 - `curriculum` (2, 4): The data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
   change during the run.
 
@@ -98,12 +105,12 @@ def train_step(
 
     Args:
         state: Weights, optimizer state and carry of this rank.
-        batch: One new puzzle for each slot of this rank. If the slot (or its picked board) has not halted, it
-            is not used.
+        batch: One new puzzle for each slot of this rank. If a slot (or its picked board) has not halted, its
+            new puzzle is not used.
         config: Config of the run.
         rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the puzzle
             embeddings.
-        clock: Measures the time of the parts 3, 6 and 8, in which the rank waits for other ranks.
+        clock: Measures how long the rank waits for other ranks in the parts 3, 6 and 8.
         reasoning: Settings of the thinking step, such as its noise. If None, those of the model.
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
@@ -161,12 +168,12 @@ def forward_and_backward(
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
     # A rank without slots has one empty micro-batch. With torchrun --nnodes MIN:MAX, the slots may not divide
-    # evenly. Example: 7 slots in 3 micro-batches become 4 micro-batches of 2, 2, 2 and 1 slots.
+    # evenly. Example: if gradient_accumulation_steps is 3, 7 slots become micro-batches of 2, 2, 2 and 1.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
-    # Numbers to sum over ranks with the gradients. Add them before the last backward pass, which may send
-    # them.
+    # Numbers to sum over ranks together with the gradients: the stop request, and the losses. Each is added
+    # before the last backward pass, which may send them.
     scalars = state.weights.scalars
     carries: list[Carry] = []
     sums: Sums = {}
@@ -178,8 +185,8 @@ def forward_and_backward(
         with strategy.micro_batch(is_last=is_last):  # only the last backward pass may send gradients
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
-            # `loss` is a sum over slots, and `backward` gets it divided by the number of slots. `losses` has
-            # multiplied a term with another divisor by slots / divisor.
+            # `loss` is a sum over slots. Here it is divided by the number of slots. If a term has another
+            # divisor, `losses` has multiplied it by slots / divisor.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
@@ -209,7 +216,7 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # 8. Make the next forward pass use the updated weights. With local_steps > 1, this may be a merge.
+    # 8. Update the copies of the weights that the next forward pass reads. With local_steps > 1, merge.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
     # 9. Moving average. `averaged_steps` is usually this step. With local_steps > 1, it is empty, or after a
