@@ -35,12 +35,12 @@ from distributed.errors import abort_all, collective_errors, memory_errors
 from distributed.launch import Program, launch
 from distributed.signals import Interruption, end_torchrun
 from evaluation.compilation import compiler_cache_errors
-from training.checkpoints import CheckpointManager, open_checkpoints
+from training.checkpoints import CheckpointManager
 from training.data import RunData, open_data
 from training.evaluation import evaluate, read_results
 from training.monitor import Monitor
 from training.run_config import compose_run
-from training.run_folder import write_status
+from training.run_folder import open_run_folder, write_status
 from training.state import TrainState, build_first_state, memory_advice
 from training.step import train_step
 
@@ -78,7 +78,8 @@ def train(program: Program[PretrainConfig]) -> int:
 
     # Overwrite the state of step 0 with the first of these that exists: the newest checkpoint of the run, the
     # checkpoint that the config key `resume` names, the weights that the key `init_from` names.
-    checkpoints = open_checkpoints(config, data)
+    open_run_folder(config)
+    checkpoints = CheckpointManager.of_run(config, data)
     # With several ranks, the watchdog ends a run that hangs. Loading may take long, so pause the watchdog.
     with program.watchdog.paused():
         # `is_logged`: whether metrics.jsonl has the row of the loaded step. An earlier launch may have saved
@@ -87,7 +88,7 @@ def train(program: Program[PretrainConfig]) -> int:
     # Find test puzzles that are training puzzles. If there are any, log a warning, or end the run with an
     # error (config key `leaks`). `open_data` has compared the training puzzles of this run. Now also compare
     # those of a checkpoint that the run started from.
-    training_puzzles = checkpoints.trained_on(schedule.total_steps)
+    training_puzzles = checkpoints.trained.at(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
     # If an earlier launch finished the run and logged its last row, there is nothing to do. If only the row

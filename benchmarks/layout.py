@@ -92,9 +92,9 @@ def stored_bytes(state: TrainState) -> dict[str, int]:
     parts = {
         "weights": weights,
         "gradients": gradients,
-        "moments": [tensor for tensor in map(tensor_of, state.strategy.moments().values()) if tensor.ndim],
+        "moments": [tensor for tensor in map(tensor_of, state.weights.moments().values()) if tensor.ndim],
         "averages": map(tensor_of, state.average.tensors().values()),
-        "puzzle rows": map(tensor_of, state.table.rows().values()),
+        "puzzle rows": map(tensor_of, state.table.tensors().values()),
         "averages of rows": map(tensor_of, state.table.average.tensors().values()),
         "carry": list(state.carry.tensors().values()),
     }

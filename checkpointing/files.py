@@ -25,7 +25,6 @@ from runtime.reading import (
     read_json,
     sha256_of,
 )
-from runtime.writing import remove_unfinished_files
 
 WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # sections of a checkpoint (checkpointing/tensors.py)
 CONFIG_FILE = "config.yaml"
@@ -138,7 +137,7 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
                 "run_name, or set resume=auto."
             )
         return None
-    newest = newest_intact(checkpoints, are_ours=True)
+    newest = newest_intact(checkpoints, renames_damaged=True)
     if config.resume == "must" and newest is None:
         raise ValueError(f"resume=must, but {run_folder} has no checkpoint. Set resume=auto for a new run.")
     if config.resume in ("auto", "must"):
@@ -170,21 +169,21 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
             f"resume={path} was renamed, because its files did not match the manifest. If the files are "
             f"complete again, rename it to {original[1]}."
         )
-    found = newest_intact(checkpoints_in(path), are_ours=False)
+    found = newest_intact(checkpoints_in(path), renames_damaged=False)
     if found is None:
         raise ValueError(f"resume={path} contains no checkpoint step_<N>. Choose another folder.")
     return found
 
 
-def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
+def newest_intact(folders: list[Path], *, renames_damaged: bool) -> Path | None:
     """Verifies checkpoints, and returns the newest one that is not damaged. None if `folders` is empty.
 
     Warns of each damaged checkpoint that is newer than the returned one. Raises ValueError if all are
     damaged, so that the user decides whether to train again from step 0.
 
     folders: Checkpoint folders of one run, newest last.
-    are_ours: Whether the current run wrote them. If True, the newer damaged checkpoints are renamed to
-        <name>.corrupt.
+    renames_damaged: Whether to rename the newer damaged checkpoints to <name>.corrupt. Pass True only if the
+        current run wrote them.
     """
     damaged = []
     for folder in reversed(folders):
@@ -194,7 +193,7 @@ def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
             damaged.append((folder, error))
             continue
         for damaged_folder, error in damaged:
-            renamed = f" It is renamed to {_set_aside(damaged_folder).name}." if are_ours else ""
+            renamed = f" It is renamed to {_set_aside(damaged_folder).name}." if renames_damaged else ""
             log.warning(f"{error}.{renamed} Using {folder.name} instead.")
         return folder
     if damaged:
@@ -274,11 +273,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def remove_unfinished(run_folder: Path) -> None:
-    """Removes temporary files and unfinished checkpoints that killed processes have left in a run folder.
+def remove_unfinished_checkpoints(run_folder: Path) -> None:
+    """Removes unfinished checkpoints that killed processes have left in a run folder.
 
     No process may be writing into the run folder.
     """
-    remove_unfinished_files(run_folder)
     for path in run_folder.glob("step_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)

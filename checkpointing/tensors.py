@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distributed.shards import Shard, Span, Spans, Tensors, tensor_of
-from distributed.world import rank, world_size
+from distributed.world import is_main, rank, world_size
 from runtime.reading import open_regular, parse_json
 
 _MOST = 2**48  # maximum number of elements of a tensor
@@ -39,13 +39,32 @@ def _shard_file(section: str, rank: int, size: int) -> str:
     return f"{section}_{rank}_of_{size}.safetensors"
 
 
+def local_part(tensors: Tensors) -> Tensors:
+    """Returns {name: tensor or shard} with what this rank writes. Only rank 0 writes full tensors.
+
+    If a lower rank holds the same shard, only that rank writes it. The result then contains an empty shard of
+    the same name.
+
+    tensors: {name: full tensor or shard} of this rank. The names of the shards must be equal on all ranks.
+    """
+    local_tensors = {}
+    for name, value in tensors.items():
+        if isinstance(value, Shard):
+            nothing = value.tensor.reshape(-1)[:0]
+            local_tensors[name] = value._replace(tensor=nothing, spans=()) if value.is_copy else value
+        elif is_main():
+            local_tensors[name] = value
+    return local_tensors
+
+
 def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
     """Writes a section of a checkpoint, a named set of tensors. Returns the paths of the files.
 
     Writes full tensors to <section>.safetensors, and the shards of this rank to
-    <section>_<rank>_of_<ranks>.safetensors. Only one rank may pass full tensors.
+    <section>_<rank>_of_<ranks>.safetensors.
 
-    tensors: {name: full tensor or shard}. section: Name of the section, such as "optimizer".
+    tensors: {name: full tensor or shard}, a result of `local_part`. section: Name of the section, such as
+    "optimizer".
     """
     full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}
@@ -89,7 +108,7 @@ def load_into_(
     section: str,
     *,
     is_optional: bool = False,
-    remote_names: tuple[str, ...] = (),
+    absent_weights: tuple[str, ...] = (),
     casts: Collection[str] = (),
 ) -> bool:
     """Overwrites tensors and shards of this rank with those in a checkpoint.
@@ -100,19 +119,21 @@ def load_into_(
 
     targets: {name: full tensor or shard} on this rank, changed in place. If empty, nothing is read.
     is_optional: Whether the section may be missing. If it is missing, the targets do not change.
-    remote_names: Ends of names. A stored tensor whose name ends with one of them may be missing in `targets`,
-        because only other ranks hold it.
+    absent_weights: Names of weights that this rank lacks, such as "lm_head.weight". Stored tensors of these
+        weights are not read, such as "first_moment.lm_head.weight".
     casts: Names of tensors that may be stored in another floating-point dtype. Their values are converted.
 
     Returns False if an optional section is missing, otherwise True. Raises ValueError if names, shapes or
     dtypes differ, or if files are missing or damaged.
     """
-    if not targets or (is_optional and not find_files(folder, section)):
-        return not targets
+    if not targets:
+        return True
+    if is_optional and not find_files(folder, section):
+        return False
     absent = set(targets)  # names not read so far
     num_read = Counter()  # {name: number of ranks with a tensor of this name that are read so far}
     for stored in _stored(folder, section):
-        if stored.key not in targets and stored.key.endswith(remote_names):
+        if stored.key not in targets and stored.key.endswith(absent_weights):
             continue
         if stored.key not in targets:
             raise _does_not_fit(folder, stored.key, stored=stored.shape, current=None)
@@ -120,13 +141,13 @@ def load_into_(
         target, weight = targets[stored.key], 1.0
         # Shapes are those of the full tensor. A tensor whose values differ between ranks is stored as [ranks,
         # ...]. If the shapes are equal, each rank loads its part. Otherwise, the number of ranks or the key
-        # local_steps has changed. Then each rank loads the same value: the stored tensor, or the mean of its
-        # rows. It is computed row by row: row n changes the mean by a fraction of 1 / n.
+        # local_steps has changed. Then every rank loads the same value: the stored tensor, or the mean of its
+        # rows. The mean is computed row by row: row n adds (row - mean so far) / n.
         if _shape_of(target) != stored.shape and isinstance(target, Shard) and target.is_by_rank:
             target = target.tensor[0]
         if _shape_of(target) != stored.shape and stored.is_by_rank:
             num_read[stored.key] += 1
-            stored, weight = stored.alone(), 1 / num_read[stored.key]
+            stored, weight = stored.as_full_tensor(), 1 / num_read[stored.key]
         stored.copy_into_(target, weight=weight, casts=stored.key in casts)
     for key in sorted(absent):
         raise _does_not_fit(folder, key, stored=None, current=_shape_of(targets[key]))
@@ -177,7 +198,7 @@ class _Stored(NamedTuple):
     def read(self) -> Tensor:
         return self.file.get_tensor(self.key)
 
-    def alone(self) -> "_Stored":
+    def as_full_tensor(self) -> "_Stored":
         # One row of a tensor [ranks, ...], described as a full tensor.
         return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 

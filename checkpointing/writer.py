@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from checkpointing.files import MANIFEST_FILE, checkpoints_in, manifest_text, step_of
-from checkpointing.tensors import save_section
+from checkpointing.tensors import local_part, save_section
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.shards import Shard, Tensors, tensor_of
@@ -199,24 +199,6 @@ class CheckpointWriter:
             self._thread.join(timeout_seconds)
             if not self._thread.is_alive():
                 self._thread = None
-
-
-def local_part(tensors: Tensors) -> Tensors:
-    """Returns {name: tensor or shard} with what this rank writes. Only rank 0 writes full tensors.
-
-    If a lower rank holds the same shard, only that rank writes it. The result then contains an empty shard of
-    the same name.
-
-    tensors: {name: full tensor or shard} of this rank. The names of the shards must be equal on all ranks.
-    """
-    local_tensors = {}
-    for name, value in tensors.items():
-        if isinstance(value, Shard):
-            nothing = value.tensor.reshape(-1)[:0]
-            local_tensors[name] = value._replace(tensor=nothing, spans=()) if value.is_copy else value
-        elif is_main():
-            local_tensors[name] = value
-    return local_tensors
 
 
 def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:

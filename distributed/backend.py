@@ -9,7 +9,6 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,21 +49,6 @@ def process_group(
         yield
     finally:
         close_group()
-
-
-def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns a list with the value of every rank.
-
-    All ranks of the group call it. The values are pickled. If torch.distributed is not initialized, returns
-    [value].
-
-    group: Process group that takes part. If None, all ranks.
-    """
-    if not dist.is_initialized():
-        return [value]
-    gathered = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def open_group(backend: str, **options: object) -> None:

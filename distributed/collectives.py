@@ -5,6 +5,7 @@ order, with tensors of equal dtype and shape. In functions named `..._rows`, the
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -223,6 +224,21 @@ def barrier() -> None:
     all_ranks().barrier()
 
 
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns a list with the value of every rank.
+
+    All ranks of the group call it. The values are pickled. If torch.distributed is not initialized, returns
+    [value].
+
+    group: Process group that takes part. If None, all ranks.
+    """
+    if not dist.is_initialized():
+        return [value]
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
 def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
     """Gathers a Python object from every rank. All ranks of the group call it.
 
@@ -300,9 +316,28 @@ class RankSums:
     def own(self) -> dict[str, float]:
         return self._by_name(self._sums)
 
-    def fill_(self, sums: dict[str, float], *, steps: int) -> None:
-        self.steps, self._present = steps, sums.keys() & set(self._names)
-        values = [sums.get(name, 0.0) for name in self._names]
+    def gather(self) -> list[dict[str, float]] | None:
+        """Returns the sums of each rank for a checkpoint: [{"loss": 70.5, "steps_summed": 10, ...}, ...].
+
+        All ranks call it. Returns None on all ranks of the group except the first.
+        """
+        return gather_objects({**self.own(), "steps_summed": self.steps}, self.ranks)
+
+    def load_(self, saved: list[dict[str, float]]) -> None:
+        """Overwrites the sums with those of a checkpoint, which any number of ranks may have saved.
+
+        If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
+        bit-identical to those of an uninterrupted run. Otherwise, the first rank of the group loads the sums
+        of all ranks, and the others load zeros.
+
+        saved: Result of `gather`.
+        """
+        if len(saved) == self.ranks.size:
+            loaded = [saved[self.ranks.index]]
+        else:
+            loaded = saved if self.ranks.index == 0 else []
+        self.steps, self._present = saved[0]["steps_summed"], saved[0].keys() & set(self._names)
+        values = [math.fsum(sums.get(name, 0.0) for sums in loaded) for name in self._names]
         self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))
 
     def _by_name(self, sums: Tensor) -> dict[str, float]:

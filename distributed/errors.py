@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import log
-from distributed.backend import all_gather_objects
+from distributed.collectives import all_gather_objects
 from distributed.world import is_elastic, is_main, is_under_torchrun, num_nodes, rank
 
 EXIT_FAILURE = 1

@@ -44,7 +44,10 @@ class Shard(NamedTuple):
     is_copy: bool = False
 
 
-Tensors = dict[str, Tensor | Shard]  # tensors of a run's state by name; a Tensor is the full tensor
+# Tensors of a run's state by name. A `Tensor` is the full tensor. Each part of the state has a method that
+# returns its tensors, such as `Carry.tensors`, without copies: a checkpoint saves them, and a load overwrites
+# them.
+Tensors = dict[str, Tensor | Shard]
 
 
 def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> Tensor | Shard:

@@ -10,8 +10,7 @@ import secrets
 import torch
 from torch import Tensor
 
-from distributed.backend import all_gather_objects
-from distributed.collectives import Ranks
+from distributed.collectives import Ranks, all_gather_objects
 from distributed.world import num_nodes
 
 _CHUNK = 2**16  # elements per chunk: their sum is still in the cache when it is copied

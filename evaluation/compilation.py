@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from distributed import log
-from distributed.backend import all_gather_objects
+from distributed.collectives import all_gather_objects
 from distributed.errors import EXIT_FAILURE, collective_errors
 from distributed.world import is_main, local_rank, rank, world_size
 from models.compilation import find_compiler_failure, find_damaged_library, should_compile

@@ -127,7 +127,7 @@ class PuzzleTable:
         weights: On rank 0, {name: full weight}, with all embeddings. On other ranks, {}.
         """
 
-    def rows(self) -> Tensors:
+    def tensors(self) -> Tensors:
         """Returns the puzzle embeddings on this rank for a checkpoint, as {name: tensor or shard}."""
         return {}
 
@@ -209,7 +209,7 @@ class Replicated(_Table):
         self.average.before_change(distinct, step=step)
         weights[distinct] = (sums / num_movers[:, None]).to(weights.dtype)
 
-    def rows(self) -> Tensors:
+    def tensors(self) -> Tensors:
         return {self.name: self.embedding.weights}
 
     def _identifiers_of(self, rows: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class RowsByOwner(_Table):
             owned = slice(*(len(rows_of_rank(edge, index, size)) for edge in (begin, end)))
             local_rows[owned] = piece[(index - begin) % size :: size]
 
-    def rows(self) -> Tensors:
+    def tensors(self) -> Tensors:
         owned = rows_of_rank(self.num_rows, self.ranks.index, self.ranks.size)
         return {self.name: shard_of_rows(self.embedding.weights, owned, self.num_rows, self.ranks)}
 

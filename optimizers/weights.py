@@ -12,7 +12,7 @@ from config.schema import PretrainConfig, find_optimizer
 from distributed.collectives import ALONE, Ranks
 from distributed.flat import FlatParameters, Scalars
 from distributed.mesh import Mesh
-from distributed.shards import Shard, Span, Tensors, part_of_whole, tensor_of
+from distributed.shards import Shard, Span, Tensors, part_of_whole, shard_of_own, tensor_of
 from distributed.tensor import Cut
 from optimizers.rules.adam_atan2 import AdamATan2
 from optimizers.rules.muon import Muon
@@ -41,11 +41,13 @@ class Weights:
         groups: Pairs of an optimizer and the names of the weights that it updates (`ParameterGroup`).
         owned: Weights that this rank updates, {name: tensor or shard}. A shard is a part of a weight.
         scalars: Numbers that are sent together with the gradients, such as the loss.
-        remote_names: Names of the weights that only other pipeline stages hold.
+        absent: Names of the weights that only other pipeline stages hold.
+
     Args:
         shapes: {name: shape} of all weights of the model.
         holders: Group of the ranks that share one copy of the model (pipeline and tensor parallelism), with
             this rank. Together, they hold every element of the transformer blocks once.
+        trains_alone: Whether each rank has an optimizer state of its own, as with local_steps > 1.
     """
 
     def __init__(
@@ -55,16 +57,17 @@ class Weights:
         *,
         shapes: dict[str, tuple[int, ...]],
         holders: Ranks = ALONE,
+        trains_alone: bool = False,
     ):
-        self.flats, self.groups, self._holders = flats, groups, holders
+        self.flats, self.groups, self._holders, self._trains_alone = flats, groups, holders, trains_alone
         self.owned: Tensors = {name: part for flat in flats for name, part in flat.owned.items()}
         self.scalars: Scalars = flats[0].scalars
         self.num_parameters = sum(map(math.prod, shapes.values()))
         nothing = flats[0].message[:0]
-        self._absent = {
+        self._absent_shards = {
             name: Shard(nothing, (), shape) for name, shape in shapes.items() if name not in self.owned
         }
-        self.remote_names = tuple(self._absent)
+        self.absent = tuple(self._absent_shards)
 
     def clip_(self, limit: float | None) -> Tensor:
         """Scales the gradients so that their norm is at most `limit`. All ranks call it.
@@ -109,7 +112,7 @@ class Weights:
         (float32). A shard is the part of a weight that this rank updates. If this rank updates no part of the
         weight, the shard has 0 elements.
         """
-        tensors = self.owned | self._absent
+        tensors = self.owned | self._absent_shards
         for flat in self.flats:
             if not flat.is_mixed and not flat.is_part:
                 tensors |= flat.parameters  # every rank has the full weights
@@ -147,6 +150,8 @@ class Weights:
                         is_copy = group.flat.ranks.index > 0 or (cut is not None and cut.begin > 0)
                         tensor = Shard(tensor, (Span(0, 1),), (), is_copy=is_copy)
                     moments[f"{moment}.{name}"] = tensor
+        if self._trains_alone:
+            return {name: shard_of_own(tensor, self.flats[0].ranks) for name, tensor in moments.items()}
         return moments
 
 
@@ -200,6 +205,7 @@ def build_weights(
     shapes: dict[str, tuple[int, ...]] | None = None,
     holders: Ranks = ALONE,
     tensor: Ranks = ALONE,
+    trains_alone: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Weights:
     """Creates the optimizers for the weights that this rank updates.
@@ -216,11 +222,12 @@ def build_weights(
             over this group to get the gradient norm. By default, only this rank.
         tensor: Group of the ranks that divide each matrix (tensor parallelism), with this rank. By default,
             only this rank.
+        trains_alone: Whether each rank has an optimizer state of its own, as with local_steps > 1.
         compiler_options: Options of torch.compile for AdamATan2. If None, it is not compiled.
     """
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
     here = {name: tuple(parameter.shape) for flat in flats for name, parameter in flat.parameters.items()}
-    return Weights(flats, tuple(groups), shapes=shapes or here, holders=holders)
+    return Weights(flats, tuple(groups), shapes=shapes or here, holders=holders, trains_alone=trains_alone)
 
 
 def state_numbers_per_weight(config: PretrainConfig) -> float:

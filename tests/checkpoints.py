@@ -86,7 +86,7 @@ def replicated_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
     The weights are those that the forward pass reads.
     """
-    files = state.sections() | {"weights": state.model.network.state_dict() | state.table.rows()}
+    files = state.sections() | {"weights": state.model.network.state_dict() | state.table.tensors()}
     return {
         f"{name} of {file}": each
         for file, tensors in files.items()

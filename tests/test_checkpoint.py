@@ -30,7 +30,7 @@ from tests.checkpoints import (
 )
 from tests.ranks import run_ranks
 from tests.tiny import tiny_arch
-from training.run_folder import open_run_folder
+from training.run_folder import claim_run_folder
 
 
 def test_a_missing_checkpoint_is_explained_by_those_that_exist(tmp_path, monkeypatch):
@@ -203,15 +203,15 @@ def test_another_config_is_refused_even_if_the_folder_lost_its_own(run):
     save(run, 3)
     (run / "config.yaml").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="lr: 0.001 -> 0.5"):
-        open_run_folder(run_config(run, lr=0.5))
+        claim_run_folder(run_config(run, lr=0.5))
 
 
 def test_the_advice_for_another_config_works(run):
     save(run, 3)
     with pytest.raises(ValueError, match=rf"Choose another run_name\. .* init_from={run}/step_3\.$"):
-        open_run_folder(run_config(run, lr=0.5))
+        claim_run_folder(run_config(run, lr=0.5))
     with pytest.raises(ValueError, match=r"arch\.hidden_size: .*Choose another run_name\.$"):
-        open_run_folder(run_config(run, arch=tiny_arch(hidden_size=64).model_dump()))
+        claim_run_folder(run_config(run, arch=tiny_arch(hidden_size=64).model_dump()))
 
 
 @pytest.mark.parametrize("ending", [".corrupt", ".corrupt-2"])
@@ -262,16 +262,14 @@ def test_a_file_in_the_cache_of_the_hub_keeps_its_name(tmp_path):
         find_checkpoint(tmp_path / "step_7")
 
 
-def test_the_log_is_cut_back_and_leftovers_are_removed(run):
+def test_the_log_is_cut_back_and_unfinished_checkpoints_are_removed(run):
     save(run, 3)
     (run / "step_4.tmp-abcd").mkdir()
     (run / "step_4.tmp-abcd" / "weights.safetensors").touch()
-    (run / ".metrics.jsonl.abcd.unfinished").touch()
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n{"step": 5}\n')
     state = blank_state()
     assert open_checkpoints(run).resume(state)
     assert checkpoint_names(run) == {"step_3"}
-    assert not list(run.glob(".*.unfinished"))
     assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     assert not open_checkpoints(run).resume(state), "the line of step 3 is still to be logged"

@@ -27,12 +27,12 @@ from tests.tiny import tiny_arch, tiny_config
 from tests.waiting import PATIENCE
 from training import code
 from training.run_config import read_stored_config
-from training.run_folder import open_run_folder, record_start
+from training.run_folder import claim_run_folder, record_start
 
 
 def _hold(folder: Path, connection: Connection) -> None:
     """Opens the run folder, sends the pid of a forked child that outlives this process, and waits."""
-    open_run_folder(tiny_config(checkpoint_path=str(folder)))
+    claim_run_folder(tiny_config(checkpoint_path=str(folder)))
     if child := os.fork():
         connection.send(child)
     time.sleep(60)
@@ -51,19 +51,22 @@ class _Owner:
         self.process.join()
 
 
-def _open(folder: Path, **changes) -> Path:
-    return open_run_folder(tiny_config(checkpoint_path=str(folder), **changes))
+def _open(folder: Path, **changes) -> None:
+    claim_run_folder(tiny_config(checkpoint_path=str(folder), **changes))
 
 
 def test_a_second_owner_is_refused_until_the_first_is_dead(run):
-    """Even if a forked child of it lives on."""
-    owner = _Owner(run)
+    """Even if a forked child of it lives on. Only an owner removes unfinished files."""
+    owner, unfinished = _Owner(run), run / ".metrics.jsonl.abcd.unfinished"
+    unfinished.touch()
     with pytest.raises(ValueError, match=f"in use by process {owner.process.pid} on .*run_name"):
         _open(run)
+    assert unfinished.exists()
     owner.kill()
     try:
         os.kill(owner.child, 0)  # it is alive
         _open(run)
+        assert not unfinished.exists()
     finally:
         os.kill(owner.child, signal.SIGKILL)
 

@@ -5,22 +5,26 @@ The order of the calls in the life of a checkpoint is:
 A save, after each step for which a checkpoint is due:
 
 1. pretrain.py: `run_steps` calls `CheckpointManager.save` (this file).
-2. training/state.py: `TrainState.numbers` returns the step and the metric sums. `save` adds the other
-   contents of state.json. `TrainState.sections` and `exports` return the tensors of this rank.
+2. training/state.py: `TrainState.step_and_metrics` returns the step and the metric sums, and `sections` and
+   `exports` return the tensors of this rank. `save` adds the other contents of state.json, and the examples
+   on which the weights were trained (training/trained.py).
 3. checkpointing/writer.py: `CheckpointWriter.start` copies the tensors to host memory. Training continues. A
-   thread on each rank writes the files of this rank into a temporary folder. Rank 0 writes the manifest
-   (`manifest_text` in checkpointing/files.py), and renames the folder to step_<N>.
+   thread on each rank writes the files of this rank into a temporary folder (`save_section` in
+   checkpointing/tensors.py). Rank 0 writes the manifest (`manifest_text` in checkpointing/files.py), and
+   renames the folder to step_<N>.
 
 A resume, at the start of the next launch:
 
-4. pretrain.py: `train` calls `CheckpointManager.resume` (this file). Before that, `open_run_folder`
-   (training/run_folder.py) has compared the config with that of the stored run.
+4. pretrain.py: `train` calls `open_run_folder` (training/run_folder.py), which compares the config with that
+   of the stored run. Then it calls `CheckpointManager.resume` (this file).
 5. checkpointing/files.py: `choose_checkpoint` chooses a checkpoint on rank 0, and compares its files with the
    manifest.
 6. training/state.py: `TrainState.load_` overwrites the state of step 0. `load_into_`
    (checkpointing/tensors.py) reads the tensors and shards of this rank from any number of files.
 7. `resume` removes rows of later steps from metrics.jsonl (runtime/metrics_file.py), and restores the best
-   metric so far (training/best.py). Then pretrain.py: `run_steps` reads batches from the next step on.
+   metric so far (training/best.py).
+8. pretrain.py: `run_steps` reads batches from the next step on. `Monitor` (training/monitor.py) resets the
+   metric sums if they are logged.
 
 What depends only on the step and the config is not stored, such as random numbers (models/random.py) and the
 position in the data (dataset/plan.py). With local steps, a checkpoint is saved only after a step in which the
@@ -48,28 +52,26 @@ from checkpointing.files import (
     TRAINED_FILE,
     choose_checkpoint,
     read_state,
-    remove_unfinished,
+    remove_unfinished_checkpoints,
 )
-from checkpointing.finding import find_checkpoint
 from checkpointing.writer import CheckpointWriter
 from config.architecture import Strict
 from config.schema import PretrainConfig, validate_config
-from dataset.equal import Trained, read_trained
+from dataset.equal import Trained
 from dataset.metadata import Dataset
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, lost_connection
-from distributed.launch import check_folder_is_shared
 from distributed.world import is_main, world_size
-from evaluation.leaks import find_trained
 from evaluation.metric_tables import is_number
 from optimizers.learning_rate import learning_rates
 from runtime.metrics_file import cut_back_rows, read_rows
 from runtime.writing import to_yaml, write_text
 from training.best import BestStep
 from training.initial import load_initial_weights_
-from training.run_folder import open_run_folder, write_identities, writing_errors
+from training.run_folder import write_identities, writing_errors
 from training.state import TrainState
+from training.trained import TrainedExamples
 
 if TYPE_CHECKING:
     from training.data import RunData
@@ -77,27 +79,6 @@ if TYPE_CHECKING:
 # If an exception ends the run during a save, this rank waits for the save: at most 60 s in total. If the
 # connection to a rank is lost, rank 0 waits at most 3 s for the files of the other ranks.
 _LAST_WAIT_SECONDS, _LAST_OTHERS_SECONDS = 60.0, 3.0
-
-
-def open_checkpoints(config: PretrainConfig, data: "RunData") -> "CheckpointManager":
-    """Creates and locks the run folder, and returns the run's checkpoint manager. All ranks call it.
-
-    Each rank also opens a log file in the folder. An error on rank 0 ends all ranks with a message.
-    """
-    with collective_errors():
-        folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
-    check_folder_is_shared(folder)
-    log.open_rank_file(folder)
-    return CheckpointManager(
-        folder,
-        config=config,
-        fingerprint=data.fingerprint,
-        test_fingerprint=data.test_fingerprint,
-        dataset_info=data.info().to_json(),
-        joins_repeats=data.joins_repeats,
-        trained_on=data.trained_on,
-        dataset=data.dataset,
-    )
 
 
 class _Saved(Strict):
@@ -135,6 +116,7 @@ class CheckpointManager:
 
     Attributes:
         best: Remembers evaluations, and finds the best step so far (`BestStep`).
+        trained: The examples on which the weights were trained (`TrainedExamples`). Valid after `resume`.
         last_save_failed: Whether the last save failed, equal on all ranks. Valid after `close`.
     """
 
@@ -157,14 +139,27 @@ class CheckpointManager:
             "dataset": dataset_info,
             "joins_repeats": joins_repeats,
         }
-        self._of_data = trained_on
-        self._before: Trained | None = None  # examples of the checkpoint that this launch started from
+        self.trained = TrainedExamples(trained_on)
         self.best = BestStep(config)
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
         self._total_steps: int | None = None  # of the run
         self._stall_seconds: float | None = None
         self._newest_step: int | None = None  # step of the last save, or of the loaded checkpoint of this run
         self.last_save_failed = False
+
+    @classmethod
+    def of_run(cls, config: PretrainConfig, data: "RunData") -> "CheckpointManager":
+        """Returns the checkpoint manager of a run. Call it after `open_run_folder`."""
+        return cls(
+            Path(config.checkpoint_path),
+            config=config,
+            fingerprint=data.fingerprint,
+            test_fingerprint=data.test_fingerprint,
+            dataset_info=data.info().to_json(),
+            joins_repeats=data.joins_repeats,
+            trained_on=data.trained_on,
+            dataset=data.dataset,
+        )
 
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
@@ -177,7 +172,7 @@ class CheckpointManager:
         if state.step == self._newest_step:
             return
         self._newest_step, started = state.step, time.perf_counter()
-        numbers, sections = state.numbers(), state.sections() | state.exports()
+        numbers, sections = state.step_and_metrics(), state.sections() | state.exports()
         small_files = self._small_files(state, numbers) if is_main() else {}
         self._writer.start(state.step, sections, small_files)
         if not self._config.checkpoint_async:
@@ -202,7 +197,7 @@ class CheckpointManager:
             STATE_FILE: (json.dumps(content, indent=1) + "\n").encode(),
             CONFIG_FILE: to_yaml(self._config.model_dump()).encode(),
         }
-        if (trained := self.trained_on(state.step)) is not None:
+        if (trained := self.trained.at(state.step)) is not None:
             small_files[TRAINED_FILE] = trained.to_bytes()
         return small_files
 
@@ -225,16 +220,15 @@ class CheckpointManager:
         folder, config, chosen, content, is_this_run = self._run_folder, self._config, None, {}, False
         self._total_steps = total_steps
         # Rank 0 chooses an intact checkpoint of this run, or of another run (resume=PATH). It also removes
-        # temporary files of killed processes.
+        # unfinished checkpoints of killed processes.
         with collective_errors():
             if is_main():
                 if chosen := choose_checkpoint(folder, config):
                     content = read_state(chosen)
                 with writing_errors(folder):
-                    remove_unfinished(folder)
+                    remove_unfinished_checkpoints(folder)
                 is_this_run = chosen is not None and chosen.parent == folder
-                # The training examples of the weights that the run starts from.
-                self._before = _trained_before(config, chosen, is_this_run=is_this_run)
+                self.trained.start_from(config, chosen, is_this_run=is_this_run)
                 if chosen is not None:
                     self._check(chosen, content, is_this_run=is_this_run)
         chosen, content, is_this_run = broadcast_object((chosen, content, is_this_run))
@@ -276,14 +270,6 @@ class CheckpointManager:
             ends = f"this run ends at step {self._total_steps}. Increase epochs or train_steps."
             raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
 
-    def trained_on(self, step: int) -> Trained | None:
-        """Returns hashes of all examples on which the weights at training step `step` were trained.
-
-        This includes examples of the checkpoint from which the run started. Call it after `resume`. Returns
-        None on ranks other than 0, and if the constructor got None for `trained_on`.
-        """
-        return self._of_data(step).join(self._before) if is_main() and self._of_data is not None else None
-
     def pop_stall_seconds(self) -> dict[str, float]:
         """Returns the seconds spent in `save`, as {"checkpoint_stall_seconds": seconds}.
 
@@ -320,28 +306,6 @@ class CheckpointManager:
         if is_main():
             self._writer.remove_old()  # again, because an evaluation after the save may have found a new best
         self.last_save_failed = broadcast_object(self._writer.failure is not None)
-
-
-def _trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: bool) -> Trained | None:
-    """Returns hashes of the examples on which the weights were trained before this launch.
-
-    Returns None if the weights are random. If some of the examples are unknown, the field `is_complete` of
-    the result is False. Raises ValueError if a file is damaged.
-
-    chosen: Folder of the checkpoint from which training continues. If None, the weights come from the
-        checkpoint `init_from`, or are random.
-    is_this_run: Whether `chosen` is a checkpoint of this run.
-    """
-    found = None
-    if chosen is None and config.init_from is None:
-        return None
-    if chosen is None:
-        found = find_trained(find_checkpoint(config.init_from))
-    elif (found := read_trained(chosen / TRAINED_FILE)) is None and not is_this_run:
-        found = find_trained(find_checkpoint(chosen))
-    elif found is None:  # an older version saved it: only the examples of `init_from` are unknown
-        return Trained.of([], is_complete=config.init_from is None)
-    return Trained.of([], is_complete=False) if found is None else found
 
 
 def _log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:

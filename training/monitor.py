@@ -63,9 +63,10 @@ class Monitor:
             "world_size": world_size(),
             "gradient_sync": state.strategy.name,
         }
-        # A checkpoint is saved before its step is logged, so its metric sums may already be in metrics.jsonl.
-        # Reset them in this case. Keep them if the schedule of this launch has no row for the step. The log
-        # may then have a row, because `max_steps` ended the previous launch.
+        # A checkpoint is saved before its step is logged, so it contains the metric sums of its row. If the
+        # row is logged, the sums start again at 0. Exception: the previous launch ended here because of
+        # `max_steps`, and logged a row for this reason. This launch has no row at this step, so the sums
+        # continue.
         if is_logged and data.schedule.has_row(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(program.config).items())

@@ -26,13 +26,15 @@ from config.schema import PretrainConfig
 from dataset.identities import identities_of
 from dataset.metadata import Dataset
 from distributed import log
+from distributed.errors import collective_errors
+from distributed.launch import check_folder_is_shared
 from distributed.processor import describe_processor
 from distributed.world import is_main, is_under_torchrun, local_world_size, world_size
 from evaluation.known import has_rows_to_match
 from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files
 from runtime.reading import read_json, read_text, sha256_of
-from runtime.writing import open_to_append, replace_file, write_json, write_text
+from runtime.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
 from training.code import code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
 
@@ -42,11 +44,24 @@ HEARTBEAT_FILE = "heartbeat"
 _LOCK_FILE = "lock"
 
 
-def open_run_folder(config: PretrainConfig) -> Path:
-    """Creates the folder of a run if necessary, and locks it until this process ends.
+def open_run_folder(config: PretrainConfig) -> None:
+    """Creates the folder of a run if necessary, and locks it until this process ends. All ranks call it.
 
-    Returns the folder. Only rank 0 calls it. Raises ValueError if the folder is not writable, if another
-    process has locked it, or if it contains a run with another config.
+    Each rank also opens a log file in the folder. An error on rank 0 ends all ranks with a message.
+    """
+    folder = Path(config.checkpoint_path)
+    with collective_errors():
+        if is_main():
+            claim_run_folder(config)
+    check_folder_is_shared(folder)
+    log.open_rank_file(folder)
+
+
+def claim_run_folder(config: PretrainConfig) -> None:
+    """Creates the folder of a run if necessary, and locks it until this process ends. Only rank 0 calls it.
+
+    Removes temporary files that killed processes have left in the folder. Raises ValueError if the folder is
+    not writable, if another process has locked it, or if it contains a run with another config.
     """
     folder = Path(config.checkpoint_path)
     with writing_errors(folder):
@@ -62,7 +77,7 @@ def open_run_folder(config: PretrainConfig) -> Path:
             pass
         if stored is None:
             _name_runs_of_other_projects(config)
-    return folder
+        remove_unfinished_files(folder)
 
 
 def _name_runs_of_other_projects(config: PretrainConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from checkpointing.tensors import load_into_
 from config.schema import PretrainConfig
 from dataset.metadata import Metadata
 from distributed import log
-from distributed.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
+from distributed.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference
 from distributed.errors import abort_all, collective_errors
 from distributed.mesh import Mesh
 from distributed.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
@@ -71,15 +70,12 @@ class TrainState:
     def ranks(self) -> Ranks:
         return self.mesh.data
 
-    def numbers(self) -> dict[str, Any]:
-        """Returns {"step": step, "metrics": metric sums}, for state.json of a checkpoint. All ranks call it.
+    def step_and_metrics(self) -> dict[str, Any]:
+        """Returns {"step": step, "metrics": metric sums of each rank}, for state.json of a checkpoint.
 
-        The metric sums are a list with one dict for each rank that divides the batch (`ranks`), such as
-        [{"loss": 70.5, "steps_summed": 10, ...}, ...]. The first rank of the group gets the list. On the
-        other ranks, "metrics" is None.
+        All ranks call it. Ranks other than 0 may get None as the metric sums.
         """
-        local_sums = {**self.metrics.own(), "steps_summed": self.metrics.steps}
-        return {"step": self.step, "metrics": gather_objects(local_sums, self.ranks)}
+        return {"step": self.step, "metrics": self.metrics.gather()}
 
     def sections(self) -> dict[str, Tensors]:
         """Returns the tensors that a checkpoint needs to continue this run.
@@ -97,10 +93,9 @@ class TrainState:
             # weights are in the dtype in which the optimizer updates them.
             "weights": self.model.network.state_dict()
             | self.weights.tensors()
-            | self._mark_copies(self.table.rows()),
+            | self._mark_copies(self.table.tensors()),
             # {"<moment>.<weight>": value}, such as "first_moment.lm_head.weight" with optimizer=adam_atan2.
-            # With local steps, each rank has its own moments.
-            "optimizer": self.strategy.moments(),
+            "optimizer": self.weights.moments(),
             # {weight: momentum of the merges} with `local_steps` and `outer_momentum`, otherwise {}.
             "outer_optimizer": self.strategy.tensors(),
             # {"average.<weight>": EMA}. For puzzle embeddings, "table.rows" and the steps of these averages,
@@ -146,27 +141,17 @@ class TrainState:
         folder: Folder of the checkpoint. content: Content of its state.json.
         """
         with collective_errors():
-            self.step, saved = content["step"], content["metrics"]
-            # If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
-            # bit-identical to those of an uninterrupted run. Otherwise rank 0 of the group loads all sums.
-            takes_local = len(saved) == self.ranks.size
-            local_sums = [
-                sums for index, sums in enumerate(saved) if self.ranks.index == (index if takes_local else 0)
-            ]
-            sums = {
-                name: math.fsum(sums_of_rank.get(name, 0.0) for sums_of_rank in local_sums)
-                for name in saved[0]
-            }
-            self.metrics.fill_(sums, steps=saved[0]["steps_summed"])
+            self.step = content["step"]
+            self.metrics.load_(content["metrics"])
             missing, sections = set(), self.sections()
-            # A run at resume=PATH may have another number format. The states of the carry and the buffers
-            # with initial states are stored in that format, so cast them.
+            # The carry and buffers such as `H_init` are stored in the number format of the forward pass. A
+            # run at resume=PATH may have another one. Then convert them.
             casts = {*sections["carry"], *dict(self.model.network.named_buffers())}
             for name, tensors in sections.items():
                 # A run at resume=PATH may lack averages or outer momentum. The outer momentum then starts as
                 # 0, and the averages start as the weights.
                 options = {"is_optional": name in ("outer_optimizer", "ema_state"), "casts": casts}
-                if not load_into_(tensors, folder, name, remote_names=self.weights.remote_names, **options):
+                if not load_into_(tensors, folder, name, absent_weights=self.weights.absent, **options):
                     missing.add(name)
             if "ema_state" in missing:
                 self.average.reset_to_weights()
@@ -186,7 +171,7 @@ class TrainState:
         the full tensor), or (name, ()) for a full tensor.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
-        read = self.model.network.state_dict() | self.table.rows()
+        read = self.model.network.state_dict() | self.table.tensors()
         held = {}
         for section, tensors in (self.sections() | {"the forward pass": read}).items():
             for name, value in tensors.items():
@@ -257,6 +242,7 @@ def build_first_state(
     flats = build_flats(config, network, mesh, blocks=block_weights(network), cuts=cuts)
     with collective_errors():
         options = {"shapes": shapes, "compiler_options": COMPILER_OPTIONS if compiles else None}
+        options["trains_alone"] = config.local_steps > 1
         weights = build_weights(config, *flats, holders=mesh.holders, tensor=mesh.tensor, **options)
         table = build_table(config, network.puzzle_emb, num_rows, ranks)
         average = build_average(config, flats, total_steps=total_steps)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from config.schema import PretrainConfig
 from distributed.collectives import Ranks
-from distributed.shards import Tensors, shard_of_own
+from distributed.shards import Tensors
 from distributed.sync import build_gradient_sync
 from optimizers.puzzle_table import PuzzleTable
 from optimizers.weights import Weights
@@ -137,13 +137,6 @@ class Strategy:
         `EveryStep` does nothing. Call it on all ranks after weights were loaded from a checkpoint.
         """
 
-    def moments(self) -> Tensors:
-        """Returns the optimizer state for a checkpoint: {"first_moment.lm_head.weight": value, ...}.
-
-        A value is a full tensor or this rank's shard. With `LocalSteps`, every rank has its own state.
-        """
-        return self._weights.moments()
-
     def tensors(self) -> Tensors:
         """Returns the outer momentum of `LocalSteps` for a checkpoint: {name of the weight: momentum}.
 
@@ -242,9 +235,6 @@ class LocalSteps(Strategy):
         # Every rank updates all weights, so there is only one buffer.
         (weights,) = self._sync.flat.master_weights.buffers
         return weights
-
-    def moments(self) -> Tensors:
-        return {name: shard_of_own(tensor, self._ranks) for name, tensor in self._weights.moments().items()}
 
     def tensors(self) -> Tensors:
         return {} if self._momentum is None else dict(self._sync.flat.views(self._momentum))
