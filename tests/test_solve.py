@@ -197,7 +197,7 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
     metadata = dataclasses.replace(split.metadata, num_puzzle_identifiers=3)
     split = dataclasses.replace(split, metadata=metadata)
     names = ["<blank>", "sort", "reverse"]
-    data, builder = folder / "numbers", {"name": "mine"}
+    data, builder = folder / "numbers", {"name": "mine", "arguments": {}}
     write_dataset(data, splits={"train": split, "test": split}, identifiers=names, builder=builder)
     model = load(save_run(folder / "numbers_run", data), device="cpu")
     with pytest.raises(ValueError, match="knows several tasks by name. Set task=NAME, one of sort, reverse"):
@@ -208,7 +208,10 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
     assert not np.array_equal(first, second), "each by its own embedding"
     with pytest.raises(ValueError, match="the puzzle has 2 cells of 5 tokens, but"):
         model.solve("1 2", task="sort")
-    with pytest.raises(ValueError, match="'9' is not a symbol of its puzzles: 0 1 2 3 4"):
+    message = (
+        r"'9' is not a symbol of its puzzles: 0 1 2 3 4\. If a plugin defines the kind 'mine', add plugins="
+    )
+    with pytest.raises(ValueError, match=message):
         model.solve("1 2 9", task="sort")
     shutil.rmtree(data)
     gone = load(folder / "numbers_run", device="cpu")
