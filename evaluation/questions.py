@@ -119,12 +119,16 @@ class Questions:
                 f"the puzzle has {counts[0]} cells of {sizes['vocab_size']} tokens, but "
                 f"{self._checkpoint} reads {counts[1]} cells of {trained.vocab_size} tokens"
             )
-        if sizes["seq_len"] != trained.seq_len:
-            log.warning(
-                f"the puzzle has {sizes['seq_len']} cells, but {self._checkpoint} was trained on puzzles of "
-                f"{trained.seq_len} cells. The answer may be worse. Set steps=N for more thinking steps."
-            )
         return dataclasses.replace(trained, **sizes)
+
+    def warn_of_size(self, puzzle: Puzzle) -> None:
+        """Logs a warning if the puzzle has another number of cells than the puzzles of the training."""
+        size, trained = len(puzzle.tokens), self.info.metadata.seq_len
+        if size != trained:
+            log.warning(
+                f"the puzzle has {size} cells, but {self._checkpoint} was trained on puzzles of {trained} "
+                "cells. The answer may be worse. Set steps=N for more thinking steps."
+            )
 
     def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
         """Returns the row of the model's puzzle embedding table that belongs to the puzzle.
