@@ -124,7 +124,7 @@ def write_grid(study: Study, folder: Path) -> None:
     if len(runs) > 1:
         write_comparison(runs, output=folder / "comparison.html", warn=log.warning)
         written += " and comparison.html"
-    log.info(f"{(folder / 'table.md').read_text()}\n{written} are in {folder}")
+    log.info(f"{(folder / 'table.md').read_text(encoding='utf-8')}\n{written} are in {folder}")
 
 
 if __name__ == "__main__":

@@ -150,6 +150,7 @@ class Solver:
             model, identifier = adapt(self.checkpoint, views, metadata, **options), 1
         else:
             model = self._model_for(metadata)
+        self.questions.warn_of_size(puzzle)  # not before the model is loaded: the puzzle may not fit it
         return answer_puzzle(
             model, puzzle, config, style=self.info.style, identifier=identifier, device=self.device
         )

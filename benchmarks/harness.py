@@ -154,7 +154,7 @@ def cpu_seconds() -> tuple[float, float] | None:
     None if the system is not Linux.
     """
     try:
-        with open("/proc/stat") as file:
+        with open("/proc/stat", encoding="utf-8") as file:
             user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
     except (OSError, ValueError):  # not on Linux
         return None

@@ -90,7 +90,7 @@ def _seconds_of_run(
     arguments += ("compile=false", "global_batch_size=32")
     where = (f"device={options.device}", f"data_path={run.parent / 'data'}", f"checkpoint_path={run}")
     log, metrics = run.with_suffix(".txt"), run / "metrics.jsonl"
-    with log.open("w") as output:
+    with log.open("wb") as output:
         began = time.perf_counter()
         process = subprocess.Popen(
             program(*arguments, *where, processes=processes),
@@ -103,8 +103,10 @@ def _seconds_of_run(
             time.sleep(_POLL_SECONDS)
         seconds = time.perf_counter() - began
         if process.wait():
-            fail(f"pretrain.py in {tree} fails: {''.join(log.read_text().strip().splitlines()[-1:])}")
-    steps = [json.loads(line)["train/step_seconds"] for line in metrics.read_text().splitlines()]
+            lines = log.read_text(encoding="utf-8").strip().splitlines()
+            fail(f"pretrain.py in {tree} fails: {''.join(lines[-1:])}")
+    rows = metrics.read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(row)["train/step_seconds"] for row in rows]
     return seconds, statistics.median(steps[len(steps) // 2 :])
 
 

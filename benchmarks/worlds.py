@@ -156,7 +156,7 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
         signal.signal(signal_number, signal.SIG_DFL)
     os.environ.update(environment)
     if namespace:
-        with open(f"/run/netns/{namespace}") as entry:
+        with open(f"/run/netns/{namespace}", "rb") as entry:
             assert not ctypes.CDLL(None).setns(entry.fileno(), _CLONE_NEWNET), f"cannot enter {namespace}"
     set_cpu_threads(options.threads)
     device = choose_device(options.device)

@@ -110,7 +110,11 @@ class CheckpointWriter:
         # The thread of each rank runs this. With a `failure` of any rank, the checkpoint is not saved.
         written = {"failure": failure} if failure else _write_local(unfinished, self._copies, contents)
         if not is_main():
-            _send_to_rank_0(unfinished.name, written)
+            try:
+                _send_to_rank_0(unfinished.name, written)
+            except Exception as error:  # rank 0 then reaches its time limit
+                reason = f"{unfinished.name}: cannot reach rank 0 ({_describe(error)})"
+                log.warning(f"{reason}. This checkpoint is not saved.{self._what_continues}")
             return
         try:
             files = self._files_of_all(unfinished.name, written)
@@ -168,14 +172,16 @@ class CheckpointWriter:
                 try:  # rename first, so that a kill cannot leave a damaged checkpoint
                     shutil.rmtree(folder.rename(_unfinished_folder(folder)))
                 except OSError as error:
-                    log.warning(f"cannot remove the old checkpoint {folder} ({error}). Training continues.")
+                    log.warning(f"cannot remove the old checkpoint {folder} ({error}).{self._what_continues}")
 
     def _fail(self, target: Path, reason: str) -> None:
         self.failure = reason
-        continues = "Training continues. " if self._continues else ""
-        log.warning(
-            f"checkpoint not saved: {target} ({reason}). {continues}Earlier checkpoints are not removed."
-        )
+        failed = f"checkpoint not saved: {target} ({reason})"
+        log.warning(f"{failed}.{self._what_continues} Earlier checkpoints are not removed.")
+
+    @property
+    def _what_continues(self) -> str:
+        return " Training continues." if self._continues else ""
 
     def wait(
         self,
@@ -186,8 +192,7 @@ class CheckpointWriter:
     ) -> None:
         """Waits until the current save has ended. Ranks other than 0 wait only for their own files.
 
-        is_last: Whether the training has ended, so that the warning about a failed save does not say that it
-            continues.
+        is_last: Whether the training has ended, so that warnings do not say that it continues.
         timeout_seconds: Limit of the whole wait. If None, there is no limit.
         others_seconds: New limit for how long rank 0 waits for the files of other ranks, after it has written
             its own. If None, the limit does not change.
@@ -231,13 +236,7 @@ def _describe(error: Exception) -> str:
 
 
 def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
-    try:
-        connect_store().set(f"{name}/{rank()}", json.dumps(written))
-    except Exception as error:  # rank 0 then reaches its time limit
-        log.warning(
-            f"{name}: cannot reach rank 0 ({_describe(error)}). This checkpoint is not saved. Training "
-            "continues."
-        )
+    connect_store().set(f"{name}/{rank()}", json.dumps(written))
 
 
 def _unfinished_folder(target: Path) -> Path:

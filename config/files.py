@@ -38,7 +38,7 @@ def other_files(path: Path) -> list[Path]:
 
     The list may also contain choices, such as `arch: hrm`. These are left out.
     """
-    return [path.parent / f"{name}.yaml" for name in _OTHER_FILE.findall(path.read_text())]
+    return [path.parent / f"{name}.yaml" for name in _OTHER_FILE.findall(path.read_text(encoding="utf-8"))]
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:

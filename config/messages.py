@@ -176,7 +176,7 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
 def _data_of(experiment: str) -> str | None:
     # The comment `# Data: ...` of an experiment contains the command that builds its dataset.
     path = FOLDER / "experiment" / f"{experiment}.yaml"
-    text = path.read_text() if path.is_file() else ""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     found = re.search(r"^# Data: *((?:.*\\\n)*.*)$", text, re.MULTILINE)
     if found is None:
         return None
@@ -197,7 +197,7 @@ def help_text(program: str, topic: str = "") -> str:
     path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")
     file = FOLDER / kind / f"{name}.yaml"
     if program == "pretrain" and kind in ("arch", "experiment") and file.is_file():
-        return "\n".join(_help_of_arch(file)) if kind == "arch" else file.read_text().rstrip()
+        return "\n".join(_help_of_arch(file)) if kind == "arch" else file.read_text(encoding="utf-8").rstrip()
     if program == "pretrain" and kind in ("arch", "experiment") and name:
         of_plugin = " The model of a plugin is described in the plugin's YAML file." if kind == "arch" else ""
         raise ValueError(
@@ -254,7 +254,7 @@ def _help_of_key(program: str, key: str) -> list[str]:
 
 
 def _title(path: Path) -> str:
-    comments = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
+    comments = [line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     return next(comment for comment in comments if not comment.startswith("@package"))
 
 
@@ -267,7 +267,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
     """
     sections: list[str] = []
     heading, keys = "", set()
-    for line in path.read_text().splitlines()[1:]:
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         if line.startswith("# "):
             heading = line[2:]
         if not (found := _KEY.fullmatch(line)):

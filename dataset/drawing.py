@@ -283,7 +283,7 @@ def _runs(values: np.ndarray) -> Iterator[tuple[int, int, bool]]:
 
 def light_colors() -> dict[str, str]:
     """Returns the colors of theme.css for light mode, such as {"var(--ink)": "#1f2024"}."""
-    return {f"var(--{name})": color for name, color, _ in _COLOR.findall(THEME.read_text())}
+    return {f"var(--{name})": color for name, color, _ in _COLOR.findall(THEME.read_text(encoding="utf-8"))}
 
 
 def svg_file(content: str, *, width: float, height: float, title: str, style: str = "") -> str:
@@ -292,7 +292,7 @@ def svg_file(content: str, *, width: float, height: float, title: str, style: st
     content: SVG elements. width, height: Size of the background. title: Title of the SVG document. style:
     Additional CSS. `content` and `style` may use the color variables of theme.css, such as var(--ink).
     """
-    colors = _COLOR.findall(THEME.read_text())
+    colors = _COLOR.findall(THEME.read_text(encoding="utf-8"))
     light = "".join(f"--{name}:{color};" for name, color, _ in colors)
     dark = "".join(f"--{name}:{color};" for name, _, color in colors)
     size = f'width="{width:g}" height="{height:g}"'

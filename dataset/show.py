@@ -43,8 +43,8 @@ def show(options: argparse.Namespace) -> None:
     info = read_info([options.data], data.metadata)
     if options.kind is not None:
         if options.kind not in kind_names():
-            known = ", ".join(kind_names())
-            raise ValueError(f"--kind {options.kind} is not a kind of puzzle. Choose from {known}.")
+            known = f"Choose from {', '.join(kind_names())}. For a kind of yours, add --plugin FILE."
+            raise ValueError(f"--kind {options.kind} is not a kind of puzzle. {known}")
         if mismatch := find_kind(options.kind).mismatch_of(data.metadata):
             raise ValueError(f"{options.data} does not have the kind {options.kind}: its {mismatch}.")
         info = dataclasses.replace(info, builder=options.kind)

@@ -55,7 +55,8 @@ def is_stopped(process: int) -> bool:
     process: Number of the process (PID).
     """
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return fields[0] in ("T", "t")
     return False
 
 

@@ -15,7 +15,7 @@ def describe_processor() -> str:
 
 def processor_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not on Linux
         return platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

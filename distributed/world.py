@@ -59,7 +59,8 @@ def is_elastic() -> bool:
     returns False.
     """
     with contextlib.suppress(OSError):
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
+        path = Path(f"/proc/{os.getppid()}/cmdline")
+        command = path.read_text(encoding="utf-8", errors="replace").replace("\0", " ")
         nodes = os.environ.get("PET_NNODES", "") if is_under_torchrun() else ""
         if given := re.search(r"--nnodes[= ]([\d:]+) ", command):
             nodes = given[1]

@@ -28,7 +28,8 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
     metadata: Metadata of the test split in `folder`.
     """
     if name not in (kinds := kind_names()):
-        raise ValueError(f"evaluators: {name!r} is not a kind of puzzle. Choose from {', '.join(kinds)}.")
+        known = f"Choose from {', '.join(kinds)}. For a kind of yours, add plugins=[FILE]."
+        raise ValueError(f"evaluators: {name!r} is not a kind of puzzle. {known}")
     kind = find_kind(name)
     if mismatch := kind.mismatch_of(metadata):
         raise ValueError(

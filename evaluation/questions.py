@@ -68,7 +68,10 @@ class Questions:
         except ValueError as error:
             is_name = re.fullmatch(r"\S{1,255}\.[A-Za-z]\w{1,4}|\S*/\S*", text)  # looks like a file name
             missing = "there is no such file, and " if source == "puzzle" and is_name else ""
-            raise ValueError(f"{source}: {missing}{error}") from None
+            advice = ""
+            if kind is None and (builder := self.info.builder) is not None:
+                advice = f". If a plugin defines the kind {builder[:40]!r}, add plugins=[FILE]."
+            raise ValueError(f"{source}: {missing}{error}{advice}") from None
         return puzzle
 
     def text_of(self, puzzle: Any) -> str:
@@ -116,12 +119,16 @@ class Questions:
                 f"the puzzle has {counts[0]} cells of {sizes['vocab_size']} tokens, but "
                 f"{self._checkpoint} reads {counts[1]} cells of {trained.vocab_size} tokens"
             )
-        if sizes["seq_len"] != trained.seq_len:
-            log.warning(
-                f"the puzzle has {sizes['seq_len']} cells, but {self._checkpoint} was trained on puzzles of "
-                f"{trained.seq_len} cells. The answer may be worse. Set steps=N for more thinking steps."
-            )
         return dataclasses.replace(trained, **sizes)
+
+    def warn_of_size(self, puzzle: Puzzle) -> None:
+        """Logs a warning if the puzzle has another number of cells than the puzzles of the training."""
+        size, trained = len(puzzle.tokens), self.info.metadata.seq_len
+        if size != trained:
+            log.warning(
+                f"the puzzle has {size} cells, but {self._checkpoint} was trained on puzzles of {trained} "
+                "cells. The answer may be worse. Set steps=N for more thinking steps."
+            )
 
     def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
         """Returns the row of the model's puzzle embedding table that belongs to the puzzle.

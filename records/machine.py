@@ -72,6 +72,7 @@ def find_format(
 
 
 def write_format(folder: Path, number_format: NumberFormat) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / _FILE, {"forward_dtype": number_format})
 
 

@@ -49,7 +49,7 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
         ("README.md", template.render(columns=_SHORT_COLUMNS.values(), rows=short, sections=())),
     ):
         path = root / page
-        before, begin, rest = path.read_text().partition(BEGIN)
+        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
         _, end, after = rest.partition(END)
         if not begin or not end:
             raise ValueError(f"{path} lacks the lines {BEGIN} and {END}. Add them where the table belongs.")

@@ -68,6 +68,9 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise ValueError("--columns chooses the columns of --table. Pass --table FILE.")
     if len(options.runs) > 1 and (options.data or options.puzzles is not None):
         raise ValueError("--data and --puzzles apply only to the report of one run. Remove them.")
+    for index, run in enumerate(options.runs):
+        if run.resolve() in (other.resolve() for other in options.runs[:index]):
+            raise ValueError(f"the run folder {run} is listed twice. Pass each run folder only once.")
     return options
 
 

@@ -15,9 +15,11 @@ from report.run import Curve, RunRecord, read_run
 from report.table import NOTE, Group, build_table, group_runs, without_repeats
 
 _AXES = ("training steps", "examples", "petaflops", "seconds")
+_OF_SETS = (  # title, metric of a test set, options of the chart
+    ("Puzzles solved, test", "exact_accuracy", {"share": True, "from_zero": True}),
+    ("Cells right, test", "accuracy", {"share": True}),
+)
 _METRICS = (  # title, metric, options of the chart
-    ("Puzzles solved, test", "eval/{set}/exact_accuracy", {"share": True, "from_zero": True}),
-    ("Cells right, test", "eval/{set}/accuracy", {"share": True}),
     ("Loss, training", "train/lm_loss", {"log_y": True}),
     ("Thinking steps until halting, training", "train/steps", {}),
     ("Gradient norm", "train/grad_norm", {"log_y": True}),
@@ -34,12 +36,9 @@ def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[s
         warn: Function that is called with the text of each warning.
 
     Raises:
-        ValueError: A folder has no run, a folder is listed twice, matplotlib is missing, or the page cannot
-            be written.
+        ValueError: A folder has no run, matplotlib is missing, or the page cannot be written.
     """
     check_packages()
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ValueError("a run folder is listed twice. Pass each run folder only once.")
     check_output(output)
     runs = [read_run(folder) for folder in folders]
     for text in (text for run in runs for text in run.warnings):
@@ -75,8 +74,8 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     """Draws a chart for each metric, with one curve for each run.
 
-    Metrics that no run has logged are left out. If a group has several runs, the chart also has a curve of
-    their mean. The mean ends where the shortest run ends.
+    A test metric has a chart for each test set. Metrics that no run has logged are left out. If a group has
+    several runs, the chart also has a curve of their mean. The mean ends where the shortest run ends.
 
     axis: Unit of the x axis: "training steps", "examples" (steps times batch size), "petaflops" (1e15
     floating-point operations since the start) or "seconds".
@@ -85,7 +84,13 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     runs = [run for group in groups for run in group.runs]
     other_metrics = dict.fromkeys(name for run in runs for name in run.other_metrics)
     of_networks = [(f"{written_name(name)}, training", f"train/{name}", {}) for name in other_metrics]
-    for title, metric, options in (*_METRICS, *of_networks):
+    sets = dict.fromkeys(name for run in runs for name in run.eval_sets())
+    of_sets = [
+        (title + (f", {name}" if len(sets) > 1 else ""), f"eval/{name}/{metric}", options)
+        for title, metric, options in _OF_SETS
+        for name in sets
+    ]
+    for title, metric, options in (*of_sets, *_METRICS, *of_networks):
         has_dots, lines = metric.startswith("eval/"), []
         for group in groups:
             curves = [curve for run in group.runs if (curve := _curve(run, metric, axis))]
@@ -98,9 +103,7 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
 
 
 def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
-    if "{set}" in metric and not run.eval_sets():
-        return None
-    steps, values = run.curve(metric.format(set=next(iter(run.eval_sets()), "")))
+    steps, values = run.curve(metric)
     if axis == "seconds":
         seconds = run.seconds()
         steps = [seconds[step] for step in steps] if any(seconds.values()) else []

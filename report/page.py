@@ -147,8 +147,8 @@ def render(template: str, **values: Any) -> str:
 
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, **options)
-    css = THEME.read_text() + (_HERE / "page.css").read_text()
-    js = "".join(path.read_text() for path in (*SCRIPTS, _HERE / "page.js"))
+    css = THEME.read_text(encoding="utf-8") + (_HERE / "page.css").read_text(encoding="utf-8")
+    js = "".join(path.read_text(encoding="utf-8") for path in (*SCRIPTS, _HERE / "page.js"))
     return environment.get_template(template).render(css=css, js=js, **values)
 
 

@@ -168,20 +168,20 @@ def learning_charts(run: RunRecord) -> list[Chart]:
     def trained(metric: str, name: str = "") -> Line:
         return Line(name, *run.curve(f"train/{metric}"), role="second")
 
-    def curves(metric: str) -> list[Line]:
-        lines = [trained(metric, "training")]
-        for split, word in (("eval", "test"), ("validation", "validation")):
-            sets = run.eval_sets(split)
-            for index, set_name in enumerate(sets):
-                role = "accent" if split == "eval" and index == 0 else f"series{(index + 2) % 8 + 1}"
-                label = word if len(sets) == 1 else f"{word}, {set_name}"
-                curve = run.curve(f"{split}/{set_name}/{metric}")
-                lines.append(Line(label, *curve, role=role, has_dots=True))
+    def tested(metric: str, split: str, word: str) -> list[Line]:
+        lines, sets = [], run.eval_sets(split)
+        for index, set_name in enumerate(sets):
+            role = "accent" if split == "eval" and index == 0 else f"series{(index + 2) % 8 + 1}"
+            label = word if len(sets) == 1 else f"{word}, {set_name}"
+            curve = run.curve(f"{split}/{set_name}/{metric}")
+            lines.append(Line(label, *curve, role=role, has_dots=True))
         return lines
 
-    steps = [trained("steps", "training")]
-    for set_name in run.eval_sets()[:1]:
-        steps.append(Line("test", *run.curve(f"eval/{set_name}/act_steps"), has_dots=True))
+    def curves(metric: str) -> list[Line]:
+        of_test, of_validation = tested(metric, "eval", "test"), tested(metric, "validation", "validation")
+        return [trained(metric, "training"), *of_test, *of_validation]
+
+    steps = [trained("steps", "training"), *tested("act_steps", "eval", "test")]
     solved = curves("exact_accuracy")
     after_first = run.curve("train/exact_accuracy_after_step_1")
     solved.insert(1, Line("training, after one thinking step", *after_first, role="series2"))

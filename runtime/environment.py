@@ -50,7 +50,7 @@ def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), cgroup_list: Path = Path("
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        lines = cgroup_list.read_text().splitlines()
+        lines = cgroup_list.read_text(encoding="utf-8").splitlines()
     except OSError:  # not on Linux
         return cores
     for line in lines:
@@ -68,9 +68,10 @@ def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), cgroup_list: Path = Path("
 def _quota(group: Path) -> int | None:
     try:
         if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
+            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            paths = (group / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+            quota, period = (path.read_text(encoding="utf-8") for path in paths)
         return max(1, int(quota) // int(period)) if int(quota) > 0 else None
     except (OSError, ValueError):  # ValueError: the quota is "max"
         return None

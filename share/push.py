@@ -123,8 +123,10 @@ def write_files(
             f"{checkpoint} is not a checkpoint of this code. Pass a run folder, or a step_<N> in it."
         )
     if not read_metrics(checkpoint):
-        missing = f"{checkpoint} was not evaluated. Its card will have no results."
-        warn("share push", f"{missing} To add them, run python evaluate.py checkpoint={checkpoint}.")
+        places = f"metrics.jsonl and evaluation/{checkpoint.name} of {checkpoint.run_folder}"
+        missing = f"no accuracy of {checkpoint.name} found in {places}. The card will have no results"
+        command = f"python evaluate.py checkpoint={checkpoint} without output_dir"
+        warn("share push", f"{missing}. To add them, run {command}.")
     if state.get("dataset") is not None:
         DatasetInfo.from_json(state["dataset"], where=f"{checkpoint.path / STATE_FILE}: dataset")
     if str(commit_of(checkpoint)).endswith(CHANGES):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
+from checkpointing.writer import CheckpointWriter
 from distributed.world import rank
 from tests.checkpoints import (
     assert_equal,
@@ -157,17 +159,41 @@ def test_a_folder_that_is_gone_ends_nothing(run, capsys):
     assert "checkpoint not saved" in capsys.readouterr().err
 
 
-def test_a_copy_for_which_there_is_no_memory_ends_nothing(run, monkeypatch, capsys):
+def raising(error: Exception) -> Callable:
     def fail(*_, **__):
-        raise MemoryError("no memory")
+        raise error
 
+    return fail
+
+
+def test_a_copy_for_which_there_is_no_memory_ends_nothing(run, monkeypatch, capsys):
     state = random_state(1)
-    monkeypatch.setattr(torch, "empty", fail)
+    monkeypatch.setattr(torch, "empty", raising(MemoryError("no memory")))
     with open_checkpoints(run) as checkpoints:
         checkpoints.save(state)
     assert checkpoints.last_save_failed
     assert "rank 0: MemoryError: no memory" in capsys.readouterr().err
     assert not list(run.iterdir())
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_warning_says_that_training_continues_only_if_it_does(run, is_last, monkeypatch):
+    warned: list[str] = []
+    monkeypatch.setattr(checkpointing.writer.log, "warning", warned.append)
+    for name in ("step_1", "step_2"):
+        (run / name).mkdir(parents=True)
+    writer = CheckpointWriter(run, keep=1, best_of=lambda _: None)
+    writer.wait(is_last=is_last)
+    with monkeypatch.context() as patches:
+        patches.setattr(shutil, "rmtree", raising(OSError("busy")))
+        writer.remove_old()
+    monkeypatch.setattr(checkpointing.writer, "is_main", lambda: False)
+    monkeypatch.setattr(checkpointing.writer, "connect_store", raising(ConnectionError("gone")))
+    writer._write(run, run / "step_3", {}, "")
+    expected = ("cannot remove the old checkpoint", "cannot reach rank 0 (ConnectionError: gone)")
+    for text, words in zip(warned, expected, strict=True):
+        assert words in text
+        assert ("Training continues." in text) == (not is_last)
 
 
 def _lose_a_part(run: Path, is_known: bool) -> bool:

@@ -235,8 +235,9 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     assert "selected on the test puzzles" in (tmp_path / "best" / "README.md").read_text()
     assert capsys.readouterr().err == ""
     push([str(trained / "step_5"), "owner/name", "--dry-run", str(tmp_path / "early")])
-    assert "step_5 was not evaluated. Its card will have no results." in capsys.readouterr().err
-    assert "was not evaluated before it was shared" in (tmp_path / "early" / "README.md").read_text()
+    found = f"no accuracy of step_5 found in metrics.jsonl and evaluation/step_5 of {trained}."
+    assert f"{found} The card will have no results." in capsys.readouterr().err
+    assert "No results of the model were found" in (tmp_path / "early" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("content", ["", '{"model_type": "bert"}'])

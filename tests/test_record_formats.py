@@ -99,6 +99,15 @@ def test_an_interrupted_comparison_keeps_each_rate_and_has_the_first_seed_of_all
     assert order == [(0, "TRM"), (0, "HRM"), (1, "TRM"), (1, "HRM")]
 
 
+def test_a_comparison_creates_its_folder(tmp_path, monkeypatch):
+    plan = read_yaml(REPOSITORY / "records/comparison.yaml")
+    plan["models"], plan["trainings"] = {"TRM": plan["models"]["TRM"]}, []
+    monkeypatch.setattr(comparison, "tune", _tune)
+    folder = tmp_path / "checkpoints" / "comparison"
+    comparison.compare(plan, folder, dtype="float32")
+    assert json.loads((folder / "format.json").read_text()) == {"forward_dtype": "float32"}
+
+
 def test_a_comparison_refuses_results_with_other_settings(tmp_path, monkeypatch):
     plan = read_yaml(REPOSITORY / "records/comparison.yaml")
     plan["models"] = {name: plan["models"][name] for name in ("TRM", "HRM")}

@@ -267,6 +267,18 @@ def test_a_metric_of_one_network_is_drawn(tmp_path, sudoku_folder, monkeypatch):
     assert "struck, training" in {chart.title for chart in drawn}
 
 
+def test_each_test_set_has_a_chart(tmp_path):
+    for name, sets in (("first", {"easy": 0.9, "hard": 0.1}), ("second", {"hard": 0.3})):
+        (tmp_path / name).mkdir()
+        row = {f"eval/{set_name}/exact_accuracy": value for set_name, value in sets.items()}
+        (tmp_path / name / METRICS_FILE).write_text(json.dumps({"step": 1, **row}) + "\n")
+    groups = group_runs([read_run(tmp_path / name) for name in ("first", "second")])
+    drawn = {chart.title: chart.legend for chart in comparison_charts(groups, "training steps")}
+    first, second = ((group.label, group.role) for group in groups)
+    expected = {"Puzzles solved, test, easy": [first], "Puzzles solved, test, hard": [first, second]}
+    assert {title: [(name, role) for name, role in legend] for title, legend in drawn.items()} == expected
+
+
 def test_sums_are_those_of_a_plain_loop():
     traced = random_traces()
     n, steps, _ = traced.trace.preds.shape

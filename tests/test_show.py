@@ -18,7 +18,7 @@ from dataset.drawing import draw
 from dataset.files import open_split
 from dataset.kinds.arc.tasks import COLOR_0, SIZE
 from dataset.kinds.kind import Style
-from dataset.metadata import IGNORE_LABEL_ID, Metadata, Split
+from dataset.metadata import IGNORE_LABEL_ID, SPLITS, Metadata, Split
 from dataset.sets import PuzzleSet
 from dataset.show import main
 from tests import refusals
@@ -102,6 +102,16 @@ def test_a_kind_is_shown_only_if_the_data_or_the_user_say_which(tmp_path, capsys
     for kind, message in (("chess", "is not a kind of puzzle"), ("arc", "does not have the kind arc: its ")):
         with pytest.raises(SystemExit, match=message):
             shown(capsys, folder, "--kind", kind)
+
+
+def test_puzzles_of_a_builder_without_a_kind_are_numbers(tmp_path, capsys):
+    """Such as those of a plugin that is not given. 5x5 cells and 7 tokens also fit a Sudoku."""
+    tokens = np.full((1, 2, 25), 3, np.uint8)
+    split = make_split(tokens, vocab_size=7)
+    for name, symbol in (("latin", "3"), ("sudoku", "2")):
+        builder = {"name": name, "arguments": {}}
+        write_dataset(tmp_path / name, splits=dict.fromkeys(SPLITS, split), identifiers=[], builder=builder)
+        assert shown(capsys, tmp_path / name).splitlines()[2].split() == [symbol] * 10
 
 
 def test_a_maze(maze, capsys):

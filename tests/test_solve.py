@@ -197,7 +197,7 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
     metadata = dataclasses.replace(split.metadata, num_puzzle_identifiers=3)
     split = dataclasses.replace(split, metadata=metadata)
     names = ["<blank>", "sort", "reverse"]
-    data, builder = folder / "numbers", {"name": "mine"}
+    data, builder = folder / "numbers", {"name": "mine", "arguments": {}}
     write_dataset(data, splits={"train": split, "test": split}, identifiers=names, builder=builder)
     model = load(save_run(folder / "numbers_run", data), device="cpu")
     with pytest.raises(ValueError, match="knows several tasks by name. Set task=NAME, one of sort, reverse"):
@@ -208,7 +208,10 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
     assert not np.array_equal(first, second), "each by its own embedding"
     with pytest.raises(ValueError, match="the puzzle has 2 cells of 5 tokens, but"):
         model.solve("1 2", task="sort")
-    with pytest.raises(ValueError, match="'9' is not a symbol of its puzzles: 0 1 2 3 4"):
+    message = (
+        r"'9' is not a symbol of its puzzles: 0 1 2 3 4\. If a plugin defines the kind 'mine', add plugins="
+    )
+    with pytest.raises(ValueError, match=message):
         model.solve("1 2 9", task="sort")
     shutil.rmtree(data)
     gone = load(folder / "numbers_run", device="cpu")
@@ -225,6 +228,14 @@ def test_a_model_of_any_size_solves_larger_puzzles_with_a_warning(folder, sudoku
     assert answer.tokens.max() <= 7
     assert "warning: the puzzle has 36 cells, but" in capsys.readouterr().err
     assert model.solve(PUZZLE, steps=2).grid.shape == (4, 4)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_puzzle_with_other_symbols_is_refused_without_a_warning(folder, sudoku_folder, capsys):
+    arch = {"name": "trm", "conv": "instead", "puzzle_emb_ndim": 0, "pos_encodings": "none"}
+    model = load(save_run(folder / "symbols", sudoku_folder, **arch), device="cpu")
+    with pytest.raises(ValueError, match="was trained with vocab_size 6, but the dataset has 8"):
+        model.solve("." * 35 + "6")
     assert capsys.readouterr().err == ""
 
 

@@ -98,7 +98,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
             "it."
         )
     scratch.mkdir(parents=True, exist_ok=True)
-    with (scratch / _LOCK).open("w") as lock:
+    with (scratch / _LOCK).open("wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -283,13 +283,16 @@ def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
     2. The only kind that fits.
     3. If several kinds fit, the only one of them that has the dataset's augmentation.
 
+    If the builder is known, 2 and 3 consider only kinds with `names_symbols`. The sizes of the dataset do not
+    determine its kind: the builder may belong to a plugin that is not imported, or to no kind.
+
     Example: a 4x4 Sudoku dataset of the public tools also fits the kind maze, so the result is None.
 
     builder: Name of the builder of the dataset, or None if it is unknown.
     """
     if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
         return kind  # without importing the other kinds
-    fitting = kinds_of(metadata)
+    fitting = [kind for kind in kinds_of(metadata) if builder is None or kind.names_symbols]
     if len(fitting) > 1:
         fitting = [kind for kind in fitting if kind.augmentation == metadata.augmentation]
     return fitting[0] if len(fitting) == 1 else None
