@@ -41,6 +41,8 @@ from evaluation.terminal import draw_answer
 from models import HaltingModel
 from training.adaptation import adapt
 
+_MOST_MODELS = 4  # copies of the model that a solver keeps, one for each size of puzzle
+
 
 def main() -> None:
     with local_errors():
@@ -157,6 +159,8 @@ class Solver:
 
     def _model_for(self, metadata: Metadata) -> HaltingModel:
         if metadata not in self._models:
+            if len(self._models) == _MOST_MODELS:
+                del self._models[next(iter(self._models))]  # the oldest
             options = {"raw": self.raw, "forward_dtype": self.forward_dtype}
             model = load_trained_model(self.checkpoint, metadata, **options)
             self._models[metadata] = model.to(self.device).eval()

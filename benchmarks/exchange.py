@@ -97,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--at-least", type=fraction, metavar="FRACTION", help=least)
     options = parse(parser, argv)
     if world_size() > 1:
+        if options.line:
+            parser.error("--line emulates machines on this one. Remove it, or run without torchrun")
         return _measure_cluster(options)
     if options.at_least is not None:
         parser.error("--at-least applies only under torchrun. For one machine, run benchmarks.scaling")

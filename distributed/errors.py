@@ -107,8 +107,9 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
         is_nccl = isinstance(error, dist.DistBackendError)
         hint = "Set NCCL_DEBUG=INFO to print the cause. " if is_nccl else ""
         if is_under_torchrun():
-            hint += "torchrun's summary at the end names the rank of this node that ended first. "
-        log.error(f"{what}. {cause} {hint}{restart_advice()}.", failed_rank=rank())
+            hint += "torchrun's line with local_rank names the rank of this node that ended first. "
+        message = f"{what}. {cause} {hint}{restart_advice()}."
+        log.error(message, failed_rank=rank(), is_consequence=True)
         raise SystemExit(EXIT_FAILURE) from None
 
 

@@ -28,6 +28,7 @@ from runtime.reading import printable
 from runtime.writing import Patient, open_to_append, write_json
 
 _MAX_NAMED = 8  # ranks in one sentence
+_TORCHRUN_SECONDS = 2  # in which torchrun has seen that a process ended
 
 
 class _Console(logging.Handler):
@@ -134,7 +135,9 @@ def note(message: str, *, colored: str | None = None) -> None:
     _logger.info(message, extra={"is_note": True, "colored": colored})
 
 
-def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> None:
+def error(
+    message: object, *, failed_rank: int = 0, on_console: bool = True, is_consequence: bool = False
+) -> None:
     """Prints an error as one line on stderr, as the reason why this rank ends.
 
     Does not end the process. Also writes the error to the log file of this rank, and to the file from which
@@ -142,11 +145,12 @@ def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> 
 
     failed_rank: Rank that failed. If it is not 0, its number is added to the text. on_console: If False, the
     error is only written to torchrun's file. If one error ends all ranks, pass True on only one of them.
+    is_consequence: Whether another rank has failed before, so that torchrun should name that rank first.
     """
     where = f" ({name_ranks([failed_rank])})" if failed_rank else ""
     if on_console:
         _logger.error(str(message), extra={"where": where})
-    leave_last_words(f"error{where}: {message}")
+    leave_last_words(f"error{where}: {message}", is_consequence=is_consequence)
 
 
 def exception(raised: BaseException, *, on_console: bool = True) -> None:
@@ -163,18 +167,22 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
         _file.handle(logging.LogRecord("run", logging.ERROR, "", 0, "ended by an exception", None, exc_info))
 
 
-def leave_last_words(text: str) -> None:
+def leave_last_words(text: str, *, is_consequence: bool = False) -> None:
     """Writes the reason why this process ends into the file from which torchrun reads errors.
 
     torchrun prints the reason of the process that failed first. If one error ends several ranks, each of them
     must call this function. If this process has already written a reason, or if torchrun did not start it,
     nothing is written.
+
+    is_consequence: Whether another rank has failed before.
     """
+    # torchrun counts whole seconds. It sees the end of a killed process later than other ranks do.
+    delay = _TORCHRUN_SECONDS if is_consequence else 0
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():
         reason = {
             "message": " ".join(printable(text).split()),
-            "extraInfo": {"timestamp": str(int(time.time()))},
+            "extraInfo": {"timestamp": str(int(time.time()) + delay)},
         }
         with contextlib.suppress(OSError):
             write_json(path, {"message": reason})

@@ -59,7 +59,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--columns", metavar="NAMES", help=columns)
     data = "dataset folders to take the shown test puzzles from (default: the data of the run)"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FOLDER", help=data)
-    puzzles = "maximum number of test puzzles to run the model on (default: 400). 0: do not run it"
+    puzzles = (
+        "number of test puzzles to run the model on, rounded up to a multiple of the test sets (default: "
+        "400). A search or large puzzles may use fewer. 0: do not run it"
+    )
     parser.add_argument("--puzzles", type=integer(at_least=0), metavar="N", help=puzzles)
     options = parser.parse_args(arguments)
     if len(options.runs) == 1 and options.table:

@@ -222,6 +222,21 @@ def test_a_list_of_puzzles_is_solved(tmp_path, name, capsys):
             build(tmp_path / "bad", "--source", tmp_path / "bad.txt", "--box", "2x2")
 
 
+def test_columns_have_no_effect_on_puzzles_without_names(tmp_path):
+    lines = [f"{row[1]},{row[2]}" for row in source_rows(12)]
+    for name, text, reason in (
+        ("a.csv", lines, r"a.csv:1: the first line has a puzzle, not names\."),
+        (
+            "a.sdm",
+            [line.partition(",")[0] for line in lines],
+            r"a.sdm is a list of puzzles without columns\.",
+        ),
+    ):
+        (tmp_path / name).write_text("\n".join(text))
+        with pytest.raises(ValueError, match=f"{reason} Remove --columns"):
+            build(tmp_path / "data", "--source", tmp_path / name, "--box", "2x2", "--columns", "right,left")
+
+
 def test_large_grids_are_generated_and_read_again(tmp_path, monkeypatch):
     """With as many clues as asked and one solution; a search is bounded where a puzzle is too hard."""
     made = build(tmp_path / "made", "--generate", 2, "--num-test", 1, "--box", "4x4", "--clues", "130-140")

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from distributed import log
 from distributed.child import why_it_failed
+from distributed.errors import connection_errors
 from distributed.world import rank
 from tests.ranks import REPOSITORY, Finished, run_code, run_program, run_ranks
 from tests.tiny import OVERRIDES
@@ -245,6 +246,15 @@ def test_torchrun_shows_the_process_that_left_a_reason(tmp_path, monkeypatch):
     files = (path, tmp_path / "no")
     failures = {rank: ProcessFailure(rank, 1, 1, str(file)) for rank, file in enumerate(files)}
     assert "lr is wrong" in str(ChildFailedError("worker", failures).get_first_failure()[1].message)
+
+    # Rank 1 was killed, and torchrun sees it in the next second.
+    path.unlink()
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]:1. Check the logs.")
+    with pytest.raises(SystemExit), connection_errors(lambda: False):
+        raise error
+    monkeypatch.setattr("time.time", lambda: 1700000001.0)
+    failures = {rank: ProcessFailure(rank, 1, -9, str(file)) for rank, file in enumerate(files)}
+    assert ChildFailedError("worker", failures).get_first_failure()[0] == 1
 
 
 @pytest.mark.parametrize(

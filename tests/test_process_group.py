@@ -164,7 +164,7 @@ def test_a_lost_connection_is_one_line_that_says_what_to_do(monkeypatch, capsys,
         assert (
             f"lost the connection to another rank ({reason}). Its process or node has terminated, or" in line
         )
-        assert "torchrun's summary at the end names the rank of this node that ended first. With" in line
+        assert "torchrun's line with local_rank names the rank of this node that ended first. With" in line
         assert "If it is lost, start the job again on all nodes, or let a scheduler do it" in line
 
 

@@ -21,6 +21,7 @@ import torch
 from checkpointing.files import STARTS_FILE
 from distributed.number_format import instruction_set
 from runtime.metrics_file import MetricsFile, cut_back_rows, last_wandb_step, read_rows
+from runtime.plugins import load_plugins
 from runtime.writing import to_yaml
 from tests.ranks import _server
 from tests.tiny import tiny_arch, tiny_config
@@ -201,8 +202,8 @@ def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(run, monkeypatc
 def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch):
     """Changed files and new ones, but neither tests nor what is no code."""
     repository = run / "code"
-    for name in ("models/trm.py", "tests/test.py", "data/new.txt"):
-        (repository / name).parent.mkdir(parents=True)
+    for name in ("models/__init__.py", "models/trm.py", "tests/test.py", "data/new.txt"):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text("was = 1\n")
 
     def git(*words: str) -> str:
@@ -223,6 +224,10 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch):
 
     commit = git("rev-parse", "HEAD").strip()
     (repository / "tests/test.py").write_text("was = 2\n")
+    for name in ("mine/lion.py", "mine/arch/gru.yaml", "own/__init__.py", "sweep.yaml"):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text("LOGGER = 1\n")
+    load_plugins([str(repository / "own")])
     start = recorded()
     assert start["git_commit"] == commit
     assert not list(run.glob("*.diff"))

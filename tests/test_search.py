@@ -253,6 +253,30 @@ def test_a_trial_is_not_pruned_at_its_last_evaluation(tmp_path):
     assert is_pruned == [True, False]
 
 
+_ENDED_BY_MAX_STEPS = """
+import json, pathlib, signal, sys, time
+
+given = dict(word.partition("=")[::2] for word in sys.argv[2:])
+folder, end = pathlib.Path(given["checkpoint_path"].strip("'")), int(given["max_steps"])
+signal.signal(signal.SIGTERM, lambda *_: None)  # it comes after the last step
+row = {"step": end, "eval/all/exact_accuracy": float(given["lr"]), "eval/all/count": 100}
+(folder / "metrics.jsonl").write_text(json.dumps(row))
+time.sleep(0.2)
+(folder / "status").write_text(json.dumps({"status": "max_steps", "step": end}))
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_that_max_steps_ends_is_complete(run_search):
+    """Also a bad one that was asked to stop after its last evaluation."""
+    Path("stand_in.py").write_text(_ENDED_BY_MAX_STEPS)
+    run_search("lr=choice(0.1,0.9)", "max_steps=1", trials=4, startup_trials=1, epochs=100)
+    run_search("lr=0.9", "max_steps=1,2", sampler="grid", study="t", folder="b", epochs=100)
+    for trials in (load_study().trials, load_study("b/study.db", "t").trials):
+        assert {trial.state for trial in trials} == {TrialState.COMPLETE}
+        assert len({str(trial.params) for trial in trials}) == 2, "or there is nothing to test"
+
+
 @pytest.mark.slow
 def test_a_search_killed_before_it_prunes_a_trial_prunes_it_later(tmp_path):
     space = read_space(["lr=choice(1,2)", "epochs=3", "eval_interval=1"])

@@ -220,7 +220,8 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
             gone.solve("1 2 3", task=task)
 
 
-def test_a_model_of_any_size_solves_larger_puzzles_with_a_warning(folder, sudoku_folder, capsys):
+def test_a_model_of_any_size_solves_larger_puzzles_with_a_warning(folder, sudoku_folder, capsys, monkeypatch):
+    monkeypatch.setattr("solve._MOST_MODELS", 1)
     arch = {"name": "serrm", "puzzle_emb_ndim": 0}
     model = load(save_run(folder / "any", sudoku_folder, **arch), device="cpu")
     answer = model.solve("." * 35 + "6", steps=2)
@@ -229,6 +230,7 @@ def test_a_model_of_any_size_solves_larger_puzzles_with_a_warning(folder, sudoku
     assert "warning: the puzzle has 36 cells, but" in capsys.readouterr().err
     assert model.solve(PUZZLE, steps=2).grid.shape == (4, 4)
     assert capsys.readouterr().err == ""
+    assert len(model._models) == 1
 
 
 def test_a_puzzle_with_other_symbols_is_refused_without_a_warning(folder, sudoku_folder, capsys):

@@ -5,6 +5,7 @@ import os
 import subprocess
 
 from distributed.launch import NOT_RUN, REPOSITORY
+from runtime.plugins import plugin_files
 
 CHANGES = "+changes"  # suffix of the commit if there are uncommitted changes
 _MOST_BYTES = 2**20  # maximum size of a recorded diff
@@ -26,14 +27,21 @@ def git_commit() -> str | None:
 def code_diff() -> str:
     """Returns the uncommitted changes of the code as a git diff. "" without changes.
 
-    The diff is cut off after 1 MiB.
+    A new file counts if it is in a package of this repository or beside the programs, and if it is not a
+    plugin. The diff is cut off after 1 MiB.
     """
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
-        if name and sum(map(len, parts)) <= _MOST_BYTES:
+        if name and _is_code(name) and sum(map(len, parts)) <= _MOST_BYTES:
             parts.append(git("diff", "--no-ext-diff", "--no-index", "--", "/dev/null", name))
     diff = "".join(parts)
     return diff if len(diff) <= _MOST_BYTES else diff[:_MOST_BYTES] + "\n(cut off here)\n"
+
+
+def _is_code(name: str) -> bool:
+    folder, is_inside, _ = name.partition("/")
+    is_imported = (REPOSITORY / folder / "__init__.py").is_file() if is_inside else name.endswith(".py")
+    return is_imported and REPOSITORY / name not in {path for _, path in plugin_files()}
 
 
 def git(*arguments: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shlex
 import shutil
 import sys
@@ -52,9 +53,7 @@ async def _run_trials(
         if is_asked.is_set() and not trial.is_stopped:
             log.info(f"trial {trial.number}: saving and stopping")
             trial.is_stopped = True
-        values = trial.values()
-        if study.report(trial.drawn, values) and not trial.is_pruned:
-            log.info(f"trial {trial.number}: pruned at evaluation {len(values)}, {values[-1]:.4g}")
+        if study.report(trial.drawn, trial.values()):
             trial.is_pruned = trial.is_stopped = True
 
     async def run_in(slot: int) -> None:
@@ -87,7 +86,8 @@ async def _run_trials(
         all_slots = asyncio.gather(*map(run_in, range(config.parallel)))
         while not all_slots.done():
             await asyncio.sleep(_SHOW_SECONDS)
-            shares = sum(min(len(trial.values()) / study.num_evaluations, 1) for trial in running.values())
+            count = study.num_evaluations or math.inf
+            shares = sum(min(len(trial.values()) / count, 1) for trial in running.values())
             if (best := study.best()) is not None:
                 shown.set_postfix_str(f"best {best.value:.4g}", refresh=False)
             shown.update(study.num_ended() + shares - shown.n)
@@ -120,18 +120,23 @@ def _begin(
             *([f"seed={seed}"] if config.seeds > 1 else []),
         ]
     cores = share_of_cores(slot, config.parallel)
-    return Trial(drawn, commands, study.selection, max_steps=run.max_steps, cores=cores)
+    max_steps = run.max_steps
+    if (text := values.get("max_steps")) is not None:
+        max_steps = None if text.lower() == "null" else int(float(text))
+    return Trial(drawn, commands, study.selection, max_steps=max_steps, cores=cores)
 
 
 def _conclude(study: Study, trial: Trial) -> None:
-    study.report(trial.drawn, trial.values())
-    if trial.is_pruned:
-        study.optuna.tell(trial.number, state=TrialState.PRUNED)
-    elif trial.is_complete:  # otherwise the next launch of the search continues it
+    values = trial.values()
+    study.report(trial.drawn, values)
+    if trial.is_complete:  # also if it was pruned after its last evaluation
         score = trial.score()
         study.optuna.tell(trial.number, score)
         is_best = ", the best so far" if study.best().number == trial.number else ""
         log.info(f"trial {trial.number}: {study.selection.metric} {score:.4g}{is_best}")
+    elif trial.is_pruned:  # otherwise the next launch of the search continues it
+        study.optuna.tell(trial.number, state=TrialState.PRUNED)
+        log.info(f"trial {trial.number}: pruned at evaluation {len(values)}, {values[-1]:.4g}")
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:

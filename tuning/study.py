@@ -23,6 +23,7 @@ from training.run_folder import lock_folder
 from tuning.space import Space
 
 _CONFIG, _SEARCH = "config", "search"
+_OF_LENGTH = {"epochs", "eval_interval", "train_steps", "eval_steps", "max_steps", "curriculum"}
 
 
 class Study:
@@ -38,8 +39,9 @@ class Study:
         self.name, self.space, self._config, self._run = config.study, space, config, run
         self._grid = space.combinations() if config.sampler == "grid" else []
         self.num_trials = len(self._grid) or config.trials
-        # Number of evaluations of a complete trial, over all its seeds.
-        self.num_evaluations = config.seeds * _count_evaluations(run)
+        # Number of evaluations of a complete trial, over all its seeds. None: unknown, or different for each.
+        count = None if _OF_LENGTH & space.parameters.keys() else _count_evaluations(run)
+        self.num_evaluations = None if count is None else config.seeds * count
         self.selection = Selection(run.keep_best, has_validation=run.validation_fraction > 0)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         with _readable(path):
@@ -147,7 +149,8 @@ class Study:
         if not (values and is_new):
             return False
         self._judged.add(trial.number)
-        return len(values) < self.num_evaluations and trial.should_prune()
+        is_last = self.num_evaluations is not None and len(values) >= self.num_evaluations
+        return not is_last and trial.should_prune()
 
     def best(self) -> FrozenTrial | None:
         """Returns the complete trial with the best score, the earliest of equal ones. None if there is none.
@@ -210,7 +213,8 @@ class Study:
         if self._config.pruner == "median":
             return optuna.pruners.MedianPruner(n_startup_trials=self._config.startup_trials)
         if self._config.pruner == "hyperband":
-            return optuna.pruners.HyperbandPruner(max_resource=self.num_evaluations)
+            # auto: the number of evaluations of the trials that are complete
+            return optuna.pruners.HyperbandPruner(max_resource=self.num_evaluations or "auto")
         return optuna.pruners.NopPruner()
 
 
@@ -225,7 +229,9 @@ def _keys_of_other_data(before: dict[str, Any], now: PretrainConfig) -> list[str
     return keys
 
 
-def _count_evaluations(run: PretrainConfig) -> int:
+def _count_evaluations(run: PretrainConfig) -> int | None:
+    if run.max_steps and (run.train_steps is None or any(stage.epochs for stage in run.curriculum)):
+        return None  # the dataset decides how many steps an epoch has
     stages = [(stage.epochs, stage.eval_interval) for stage in run.curriculum if stage.epochs]
     steps = min(run.train_steps or 0, run.max_steps or math.inf), run.eval_steps
     stages.append(steps if run.train_steps else (run.epochs, run.eval_interval))

@@ -179,6 +179,8 @@ def read_columns(
         if is_grid is not None and (
             grids := [position for position, field in enumerate(header) if is_grid(field)]
         ):
+            if column_names is not None:
+                raise ValueError(f"{path}:1: the first line has a puzzle, not names. Remove --columns.")
             positions, rows = dict(zip(names, grids, strict=False)), itertools.chain([header], reader)
         else:
             positions, rows = _find_columns(header, names, column_names, where=f"{path}:1"), reader

@@ -101,7 +101,7 @@ def build(options: argparse.Namespace) -> None:
         thing="puzzle" if least is None else f"puzzle with a rating of at least {least}",
         vocab_size=box[0] * box[1] + 2,
         augmentation="sudoku",
-        read=lambda files: [_read(path, box=box, options=options) for path in files],
+        read=functools.partial(_read_files, box=box, options=options),
         generate=lambda: _generate(options, box=box),
         make_easier=functools.partial(_make_easier, clues=clues, seed=seed) if clues else None,
         draw_transforms=draw_transforms if options.num_aug else None,
@@ -195,6 +195,12 @@ def _draw_transforms(
     for group in range(num_groups):
         transforms[group, 1:] = draw_symmetries(seed, stream=_AUGMENT, index=group, count=num_aug, box=box)
     return transforms
+
+
+def _read_files(files: Sequence[Path], *, box: rules.Box, options: argparse.Namespace) -> list[np.ndarray]:
+    if hasattr(options, "columns") and not any(map(sources.is_table, files)):
+        raise ValueError(f"{files[0]} is a list of puzzles without columns. Remove --columns.")
+    return [_read(path, box=box, options=options) for path in files]
 
 
 def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndarray:
