@@ -33,7 +33,7 @@ from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.shards import Shard, Tensors, tensor_of
 from distributed.world import connect_store, is_main, rank, world_size
-from runtime.writing import flush, write_text
+from runtime.writing import flush
 
 _OTHERS_SECONDS = 600.0  # how long rank 0 waits for the other ranks, after it has written its own files
 _POLL_SECONDS = 0.05
@@ -118,7 +118,9 @@ class CheckpointWriter:
             return
         try:
             files = self._files_of_all(unfinished.name, written)
-            write_text(unfinished / MANIFEST_FILE, manifest_text(files))  # flushed
+            manifest = unfinished / MANIFEST_FILE
+            manifest.write_text(manifest_text(files), encoding="utf-8")
+            flush(manifest)
             with contextlib.suppress(OSError):  # some file systems cannot flush a folder
                 flush(unfinished)
             unfinished.rename(target)
@@ -194,8 +196,8 @@ class CheckpointWriter:
 
         is_last: Whether the training has ended, so that warnings do not say that it continues.
         timeout_seconds: Limit of the whole wait. If None, there is no limit.
-        others_seconds: New limit for how long rank 0 waits for the files of other ranks, after it has written
-            its own. If None, the limit does not change.
+        others_seconds: New limit in seconds for how long rank 0 waits for the files of other ranks, after it
+            has written its own. If None, the limit does not change.
         """
         self._continues = not is_last
         if others_seconds is not None:

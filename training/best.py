@@ -118,7 +118,7 @@ class BestStep:
             problem, hint = f"{problem}: the puzzles have no labels", "Set keep_best=null."
         log.warning(f"keep_best={selection.metric} {problem}. {hint}")
 
-    def among(self, steps: Iterable[int]) -> int | None:
+    def best_of(self, steps: Iterable[int]) -> int | None:
         """Returns which of some training steps has the best evaluation. Other threads may call it.
 
         Returns None if none of the steps has an evaluation with a finite value, or if `keep_best` is null.
@@ -155,7 +155,7 @@ class BestStep:
 
         Example: {"metric": "exact_accuracy", "selected_by": "test", "step": 100, "value": 0.9}.
         """
-        if (step := self.among(self._values)) is None:
+        if (step := self.best_of(self._values)) is None:
             return None
         named = {"metric": self._selection.metric, "selected_by": self._selection.selected_by}
         return {**named, "step": step, "value": self._values[step]}

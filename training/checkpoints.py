@@ -141,7 +141,7 @@ class CheckpointManager:
         }
         self.trained = TrainedExamples(trained_on)
         self.best = BestStep(config)
-        self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
+        self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.best_of)
         self._total_steps: int | None = None  # of the run
         self._stall_seconds: float | None = None
         self._newest_step: int | None = None  # step of the last save, or of the loaded checkpoint of this run
