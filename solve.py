@@ -122,7 +122,7 @@ class Solver:
         Args:
             puzzle: Text, path of a file, ARC task as a dict, array of cells, or list of rows. A row is a text
                 or a list of cells.
-            keys: Options of solve.py, such as steps=64, samples=8.
+            keys: Options of solve.py, such as steps=64, samples=8. `answer` names options without effect.
 
         Returns:
             The final answer, and the model's answer after every thinking step.
@@ -139,8 +139,8 @@ class Solver:
         """Solves the puzzle in the key `puzzle` of a config of solve.py, and returns the answer.
 
         If the model has no embedding for the puzzle and the config has adapt=true, trains an embedding first.
-        These keys have no effect, because the model is already loaded: checkpoint, data_path, raw,
-        forward_dtype, device and cpu_threads.
+        These keys have no effect, because the model is already loaded: checkpoint, data_path, plugins, raw,
+        forward_dtype, device and cpu_threads. Only the command line draws `picture`.
         """
         puzzle = self.questions.read(config)
         metadata = self.questions.metadata_for(puzzle)
