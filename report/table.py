@@ -16,7 +16,7 @@ from typing import Any
 from config.files import flatten
 from dataset.kinds.kind import kind_names
 from evaluation.intervals import difference_p, mean_interval, wilson_interval
-from evaluation.metric_tables import independent_count
+from evaluation.metric_tables import independent_count, metrics_by_set
 from report.charts import duration, fraction, short
 from report.page import check_output, write_page
 from report.run import RunRecord, read_run
@@ -133,8 +133,18 @@ def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
 
 
 def _tested(run: RunRecord, metric: str) -> list[float]:
-    curves = [run.curve(f"eval/{set_name}/{metric}")[1] for set_name in run.eval_sets()]
-    return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
+    # The mean over test sets, for each evaluation. If several dataset folders were moved before the run
+    # resumed, later evaluations have other sets, because their names contain the names of the folders.
+    of_steps: dict[int, list[float]] = {}
+    for set_name in run.eval_sets():
+        for step, value in zip(*run.curve(f"eval/{set_name}/{metric}"), strict=True):
+            of_steps.setdefault(step, []).append(value)
+    return [fmean(of_steps[step]) for step in sorted(of_steps)]
+
+
+def _last_sets(run: RunRecord) -> list[str]:
+    """Returns the names of the test sets in the last evaluation of the log."""
+    return list(next(filter(None, map(metrics_by_set, reversed(run.rows))), {}))
 
 
 def _solved(run: RunRecord) -> float | None:
@@ -146,13 +156,13 @@ def _last_value(run: RunRecord, *, name: str) -> float | None:
 
 
 def _trained_on(run: RunRecord) -> dict[str, float]:
-    curves = {set_name: run.curve(f"eval/{set_name}/trained_on")[1] for set_name in run.eval_sets()}
+    curves = {set_name: run.curve(f"eval/{set_name}/trained_on")[1] for set_name in _last_sets(run)}
     return {set_name: values[-1] for set_name, values in curves.items() if values}
 
 
 def _unseen(run: RunRecord) -> float | None:
     trained_on = _trained_on(run)
-    names = {set_name: "unseen/" if trained_on.get(set_name) else "" for set_name in run.eval_sets()}
+    names = {set_name: "unseen/" if trained_on.get(set_name) else "" for set_name in _last_sets(run)}
     curves = [
         run.curve(f"eval/{set_name}/{start}exact_accuracy")[1][-1:] for set_name, start in names.items()
     ]
@@ -280,7 +290,7 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
     sets = [
         {key: values[-1] for key in names if (values := run.curve(f"eval/{set_name}/{key}")[1])}
         for run in runs
-        for set_name in run.eval_sets()
+        for set_name in _last_sets(run)
     ]
     count = sum(map(independent_count, sets))
     return wilson_interval(shares[0], count) if shares and count else (None, None)

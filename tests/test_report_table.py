@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from config.schema import PretrainConfig
+from evaluation.intervals import wilson_interval
 from report.run import RunRecord, read_run
 from report.table import _OF_OUTPUT, Table, build_table, group_runs, without_repeats
 from tests.report_runs import write_run
@@ -58,6 +59,19 @@ def test_columns_are_chosen_and_the_newest_finished_run_of_a_seed_counts(tmp_pat
     }.items():
         with pytest.raises(ValueError, match=f"--columns: no run has {column}.*{words}"):
             build_table(group_runs(counted), [column])
+
+
+def test_test_sets_of_folders_that_were_moved_before_the_run_resumed_count_once():
+    """The names of the sets contain those of the folders."""
+    of_steps = [{"a.all": 0.2, "b.all": 0.4}, {"a.all": 0.9, "b.all": 0.7}, {"c.all": 0.75, "d.all": 0.25}]
+    rows = [{"step": step} for step in range(1, 4)]
+    for row, sets in zip(rows, of_steps, strict=True):
+        for name, value in sets.items():
+            row |= {f"eval/{name}/exact_accuracy": value, f"eval/{name}/count": 100}
+    run = RunRecord(Path("run"), {}, rows, [], {}, {}, None, None, [])
+    (record,) = build_table(group_runs([run])).records
+    assert (record["solved"], record["best"]) == (0.5, pytest.approx(0.8))
+    assert (record["low"], record["high"]) == wilson_interval(0.5, 200)
 
 
 def test_keys_that_change_no_training_are_no_difference(tmp_path, sudoku_folder):
