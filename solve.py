@@ -119,8 +119,10 @@ class Solver:
 
         Args:
             puzzle: Text, path of a file, ARC task as a dict, array of cells, or list of rows. A row is a text
-                or a list of cells.
-            keys: Options of solve.py, such as steps=64, samples=8.
+                or a list of cells. Cells are symbols as in a text, such as the digits of a Sudoku, not
+                tokens.
+            keys: Options of solve.py, such as steps=64, samples=8. Options that have no effect here are
+                checkpoint, data_path, raw, forward_dtype, device, cpu_threads and picture.
 
         Returns:
             The final answer, and the model's answer after every thinking step.
@@ -138,7 +140,7 @@ class Solver:
 
         If the model has no embedding for the puzzle and the config has adapt=true, trains an embedding first.
         These keys have no effect, because the model is already loaded: checkpoint, data_path, raw,
-        forward_dtype, device and cpu_threads.
+        forward_dtype, device and cpu_threads. The key `picture` has no effect, because nothing is written.
         """
         puzzle = self.questions.read(config)
         metadata = self.questions.metadata_for(puzzle)

@@ -52,7 +52,7 @@ def is_stopped(process: int) -> bool:
 
     Returns False on systems without /proc.
 
-    process: Number of the process (PID).
+    process: Process ID (PID).
     """
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")

@@ -27,7 +27,7 @@ class Call(NamedTuple):
         output: Copy of the output of the module, or of the state, [batch, positions, hidden].
         steps: Number of thinking steps that each puzzle has had, including this one, int32 [batch].
         rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding.
-        cycle: Number of the H cycle in the thinking step, from 1. If the model has no H cycles, 1.
+        cycle: Index of the H cycle in the thinking step, from 1. If the model has no H cycles, 1.
         call: Number of runs of a stack of blocks in this H cycle so far. A run that has started counts. If
             the network has several stacks, the runs of all stacks count. 0 before the first run.
         network: The network. `network.answer(output)` applies its output layers to the state z_H.
@@ -66,7 +66,7 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
     returns.
 
     Args:
-        model: `HaltingModel` or its network, or the result of `solve.load`.
+        model: `HaltingModel` or its network, or a `solve.Solver` (from `solve.load`).
         names: Names of states (z_H, z_L), and of modules of the network as patterns of `fnmatch`, such as
             "L_level.layers.0.*".
 

@@ -180,8 +180,8 @@ class SERRM(Network):
         symbol and cell. The second part has a number for each symbol, which is added to all features of its
         vectors.
 
-        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: Number of the puzzle embedding of each
-        puzzle, int32 [batch].
+        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: Index of the puzzle embedding of each
+        puzzle in the table, int32 [batch].
         """
         if self.is_equivariant:
             symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)

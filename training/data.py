@@ -190,7 +190,8 @@ def _add_evaluated(
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
     """Opens the datasets of the config key `test_data_path`. Returns {folder name: dataset}.
 
-    Raises ValueError if two folders have the same name, or if a dataset does not fit the model.
+    Raises ValueError if two folders have the same name, or if the model cannot read a dataset. Its tokens and
+    sizes must be those of `trained`. With puzzle embeddings, each test puzzle must have a trained embedding.
 
     trained: Dataset that the model trains on.
     """
