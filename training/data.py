@@ -34,7 +34,7 @@ _FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
-    """The data of a run, equal on all ranks.
+    """The data of a run. All attributes except `hashes` are equal on all ranks.
 
     Attributes:
         dataset: All training folders as one dataset.
