@@ -111,7 +111,7 @@ class FlatParameters:
         messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks, if they are in shared
             memory. Otherwise None.
         owned: {name of a parameter: what the optimizer of this rank updates}. This is the parameter, its
-            float32 master weights, or a `Shard` of one of them.
+            float32 master weights, or a `Shard` of the parameter or of these weights.
 
     Args:
         named_parameters: Parameters of one dtype, on one device.

@@ -106,7 +106,7 @@ class Network(nn.Module):
         Args:
             state: State before the step, {name: tensor [batch, ...]}.
             inputs: Tokens of the puzzles, int32 [batch, seq_len].
-            puzzle_identifiers: Index of the puzzle embedding of each puzzle in the table, int32 [batch].
+            puzzle_identifiers: For each puzzle, the row of its puzzle embedding in the table, int32 [batch].
             reasoning: Settings of the step, such as its number of cycles.
             rng: Random numbers, needed for noise and dropout.
         """
@@ -184,7 +184,7 @@ class TokenNetwork(Network):
 
         Args:
             inputs: Tokens, int32 [batch, seq_len].
-            puzzle_identifiers: Index of the puzzle embedding of each puzzle in the table, int32 [batch].
+            puzzle_identifiers: For each puzzle, the row of its puzzle embedding in the table, int32 [batch].
         """
         e = self.embed_tokens(inputs)
         if self.puzzle_emb is not None:

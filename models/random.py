@@ -2,7 +2,7 @@
 
 A slot is a position of the global batch. The random numbers of a slot do not depend on the number of
 processes, and a checkpoint contains no generator state. They do not depend on the batch size either, except
-`min_steps` of `sample_exploration` (models/halting.py). In an evaluation, the example and the number of its
+`min_steps` of `sample_exploration` (models/halting.py). In an evaluation, the example and the index of its
 sample replace the slot. The generator is Philox4x32-10 (Salmon et al. 2011, doi 10.1145/2063384.2063405), as
 in numpy and on GPUs. In `SlotRng`, each slot has its own counter.
 

@@ -190,8 +190,9 @@ def _add_evaluated(
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
     """Opens the datasets of the config key `test_data_path`. Returns {folder name: dataset}.
 
-    Raises ValueError if two folders have the same name, or if the model cannot read a dataset. Its tokens and
-    sizes must be those of `trained`. With puzzle embeddings, each test puzzle must have a trained embedding.
+    Raises ValueError if two folders have the same name, or if the model cannot read a dataset. The
+    dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle must have a
+    trained embedding.
 
     trained: Dataset that the model trains on.
     """
