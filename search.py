@@ -46,9 +46,10 @@ def main() -> None:
 
 
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
-    """Runs the trainings of a hyper-parameter search that have not ended yet. Prints the best training.
+    """Runs the trials of a hyper-parameter search that have not ended yet. Prints the best trial.
 
-    Exits with status 1 if no training of the search has succeeded.
+    A trial is one combination of hyper-parameters, trained once for each seed. If no trial is complete, and
+    no signal stopped the search, exits with status 1.
 
     space: Searched config keys with their possible values. run: Config of the trainings. The search replaces
     the values of the searched keys.
@@ -85,11 +86,11 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trainings of the search succeeded, and writes the values of the best to best.yaml.
+    """Prints how many trials of the search are complete, and writes the result files.
 
-    best.yaml contains the values of the searched config keys. A grid search has no best.yaml. It writes
-    tables of all trainings that succeeded. If no training has succeeded and no signal stopped the search,
-    exits with status 1.
+    A grid search writes tables of all complete trials (`write_grid`). Any other search writes best.yaml, with
+    the values of the searched config keys in the best trial. If no trial is complete, writes no file. If also
+    no signal stopped the search, exits with status 1.
     """
     folder, best = folder_of(config), study.best()
     outcome, hint = ("stopped", " To continue, run the same command.") if is_stopped else ("done", "")
@@ -112,7 +113,7 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
 
 
 def write_grid(study: Study, folder: Path) -> None:
-    """Writes tables that compare all complete trainings of a grid search: table.md, table.tex and table.csv.
+    """Writes tables that compare the trainings of all complete trials: table.md, table.tex and table.csv.
 
     Also prints the table. With at least two trainings, also writes a web page, comparison.html.
     """

@@ -121,7 +121,8 @@ class Solver:
 
         Args:
             puzzle: Text, path of a file, ARC task as a dict, array of cells, or list of rows. A row is a text
-                or a list of cells.
+                or a list of cells. Cells are symbols as in a text, such as the digits of a Sudoku, not
+                tokens.
             keys: Options of solve.py, such as steps=64, samples=8. `answer` names options without effect.
 
         Returns:

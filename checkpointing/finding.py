@@ -140,9 +140,10 @@ class Checkpoint:
 
     @property
     def trained_file(self) -> Path | None:
-        """Returns the path of trained_on.safetensors, a file with hashes of the training examples.
+        """Returns the path of trained_on.safetensors, which contains hashes of the training examples.
 
-        The file may not exist. Returns None for a file that the authors of a model published.
+        This file may not exist. If the checkpoint is a file that the authors of a model published, returns
+        None.
         """
         if self.path.name == SHARED_WEIGHTS_FILE:
             return self.path.with_name(TRAINED_FILE)
@@ -150,9 +151,10 @@ class Checkpoint:
 
     @property
     def identities_file(self) -> Path | None:
-        """Returns the path of identities.npz, a file that lists the puzzle of each puzzle embedding.
+        """Returns the path of identities.npz, which names the puzzle of each row of the embedding table.
 
-        The file may not exist. Returns None for a file that the authors of a model published.
+        This file may not exist. If the checkpoint is a file that the authors of a model published, returns
+        None.
         """
         is_of_run = self.path.name == SHARED_WEIGHTS_FILE or self.path.is_dir()
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None

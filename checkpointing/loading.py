@@ -39,7 +39,7 @@ def load_trained_model(
     """Builds the model of a checkpoint on the CPU, and loads its weights.
 
     Args:
-        checkpoint: Result of `find_checkpoint`.
+        checkpoint: Description of the checkpoint, from `find_checkpoint`.
         metadata: Metadata of the dataset that the model will read.
         raw: If True, load the raw weights. Otherwise load the averages (EMA) if the checkpoint has them.
         forward_dtype: Dtype of the model, "bfloat16" or "float32". If None, the dtype of the training.

@@ -63,8 +63,8 @@ def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
     Writes full tensors to <section>.safetensors, and the shards of this rank to
     <section>_<rank>_of_<ranks>.safetensors.
 
-    tensors: {name: full tensor or shard}, a result of `local_part`. section: Name of the section, such as
-    "optimizer".
+    tensors: {name: full tensor or shard} that this rank writes, from `local_part`. section: Name of the
+    section, such as "optimizer".
     """
     full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}
@@ -114,8 +114,9 @@ def load_into_(
     """Overwrites tensors and shards of this rank with those in a checkpoint.
 
     Another number of ranks may have saved the checkpoint. The values of some tensors differ between ranks
-    (`Shard.is_by_rank`), for example the optimizer state with local_steps > 1. If the number of ranks has
-    changed, every rank loads the mean of the values that the ranks saved.
+    (`Shard.is_by_rank`), for example the optimizer state with local_steps > 1. If another number of ranks
+    saved such a tensor, or if this run has equal values on all ranks (local_steps=1), every rank loads the
+    mean of the saved values.
 
     targets: {name: full tensor or shard} on this rank, changed in place. If empty, nothing is read.
     is_optional: Whether the section may be missing. If it is missing, the targets do not change.
@@ -157,8 +158,9 @@ def load_into_(
 def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
     """Returns {name: full tensor} of a section, such as "weights", in a checkpoint folder.
 
-    Joins the shards of all ranks that saved the checkpoint. Raises ValueError if files are missing or
-    damaged.
+    Joins the shards of all ranks that saved the checkpoint. A tensor whose values differ between ranks
+    (`Shard.is_by_rank`) has the shape [ranks, ...]. Raises ValueError if files of the section are missing or
+    damaged, and FileNotFoundError if the folder is missing.
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, section):

@@ -76,7 +76,7 @@ class ArchConfig(Strict):
         confuses_symbols: Whether the model always gives equal logits to padding and to each token that does
             not occur in the input.
         no_mesh: Reason why pipeline and tensor parallelism are impossible. If they are possible, "".
-        reads_any_length: Whether the weights fit puzzles with another number of cells.
+        reads_any_length: Whether a trained model can read puzzles with another number of cells.
         eval_changes: {key: value in evaluations}, for keys with another value than in training. Example:
             {"L_cycles": 1}.
     """

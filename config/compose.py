@@ -187,11 +187,12 @@ def _compose(
 def _leave_out_of_experiment(
     composed: DictConfig, chosen_keys: set[str], defaults: dict[str, Any], *, usual: str
 ) -> str:
-    """Replaces values of an experiment that do not fit the chosen model by the model's defaults, in place.
+    """Replaces values of an experiment that the chosen model does not accept by the model's defaults.
 
     An experiment is a YAML file of settings for one model. With `arch=NAME`, the user may choose another
-    model. If the chosen model has no default for a value, the value is removed. Returns a line that names the
-    values that are replaced or removed, and the values of the experiment that stay.
+    model, which may lack a key `arch.*` of the experiment or refuse its value. If the chosen model has no
+    default for a value, the value is removed. Returns a line that names the values that are replaced or
+    removed, and the values of the experiment that stay.
 
     composed: Config of the run, changed in place. chosen_keys: Keys of the command line, which do not change.
     defaults: Default `arch` values of the chosen model.

@@ -46,8 +46,8 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
     The values are not checked. The config may come from an older version:
 
-    - Old names of models and keys in `arch` are replaced by today's names. If old keys do not fit the model,
-      raises ValueError.
+    - Old names of models and keys in `arch` are replaced by today's names. Raises ValueError if a model other
+      than trm has an old key of trm (update=gate or single_z=true), or if trm has both.
     - A missing key gets its default. Only a missing `data_path` stays missing.
     - If `arch.forward_dtype` is missing or "auto", it becomes "bfloat16", the default of older versions.
     - A key that this version does not know is removed if its value is false, null, 0 or empty.

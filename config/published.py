@@ -108,7 +108,7 @@ def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
     """Returns the config section `arch` of an older version with today's names of models and keys.
 
     Example: {"name": "trm", "update": "gate", ...} becomes {"name": "infiloop", ...}. Raises ValueError if
-    the old keys do not fit the model.
+    the section has both update=gate and single_z=true, or if it has one of them and the model is not trm.
     """
     has_gate, is_single_z = arch.get("update", "plain") == "gate", bool(arch.get("single_z"))
     values = {key: value for key, value in arch.items() if key not in ("update", "single_z")}

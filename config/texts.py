@@ -31,9 +31,9 @@ def quoted(text: str) -> str:
 
 
 def quote_value(typed: str) -> str:
-    """Puts quotes around a text, or around each text of a list: "[a,b]" becomes "['a','b']".
+    """Quotes the value of a text key on the command line, so that Hydra reads it as text, even 5 or true.
 
-    `null` and quoted texts stay unchanged.
+    In a list, quotes each item: "[a,5]" becomes "['a','5']". `null` and values in quotes stay unchanged.
     """
     if typed.startswith("[") and typed.endswith("]"):
         return f"[{','.join(map(quote_value, _ITEM.findall(typed[1:-1])))}]"

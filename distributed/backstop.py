@@ -52,7 +52,7 @@ def is_stopped(process: int) -> bool:
 
     Returns False on systems without /proc.
 
-    process: Number of the process (PID).
+    process: Process ID (PID).
     """
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

@@ -179,12 +179,12 @@ class AllToAllPlan:
     create an `AllToAllPlan` together, and call its methods together.
 
     Args:
-        identifiers: int64 [n], numbers of the table rows that this rank needs.
+        identifiers: int64 [n], indices of the table rows that this rank needs.
         ranks: Ranks that divide the table.
 
     Attributes:
-        local_rows: int64 [m], numbers of rows within this rank's part, for all ranks that need them. The rows
-            for rank 0 come first. If two ranks need the same row, its number appears twice.
+        local_rows: int64 [m], indices of rows within this rank's part, for all ranks that need them. The rows
+            for rank 0 come first. If two ranks need the same row, its index appears twice.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
@@ -198,7 +198,9 @@ class AllToAllPlan:
         self.local_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, owned_rows: Tensor) -> Tensor:
-        """Returns the table rows that this rank needs, [n, ...], in the order of `identifiers`.
+        """Returns the table rows that this rank needs, [n, ...].
+
+        These are the rows `identifiers` that the constructor got, in the same order.
 
         owned_rows: The part of the table that this rank stores, [number of its rows, ...].
         """
@@ -209,8 +211,8 @@ class AllToAllPlan:
     def send(self, rows: Tensor) -> Tensor:
         """Sends row i of `rows` [n, ...] to the rank that stores table row `identifiers[i]`.
 
-        Returns the rows that this rank received, [m, ...]. Received row j belongs to row `local_rows[j]` of
-        the part that this rank stores.
+        The constructor got `identifiers`. Returns the rows that this rank received, [m, ...]. Received row j
+        belongs to row `local_rows[j]` of the part that this rank stores.
         """
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
@@ -330,7 +332,7 @@ class RankSums:
         bit-identical to those of an uninterrupted run. Otherwise, the first rank of the group loads the sums
         of all ranks, and the others load zeros.
 
-        saved: Result of `gather`.
+        saved: Sums of each rank that saved the checkpoint, from `gather`: [{"loss": 70.5, ...}, ...].
         """
         if len(saved) == self.ranks.size:
             loaded = [saved[self.ranks.index]]

@@ -50,18 +50,19 @@ class Scalars:
         self._names, self.values, self._ranks, self.is_closed = tuple(names), values, ranks, False
 
     def add(self, **numbers: float | Tensor) -> None:
-        """Adds to the numbers of this rank. Example: `add(loss=0.5)` adds 0.5 to the number "loss".
+        """Adds values to this rank's named sums. Example: `add(loss=0.5)` adds 0.5 to the sum "loss".
 
-        If gradients are sent as bfloat16 (config key sync_dtype), these numbers are rounded to bfloat16 too.
+        The sums are sent with the gradients. If gradients are sent as bfloat16 (config key sync_dtype), the
+        sums are rounded to bfloat16 when they are sent.
         """
         assert not self.is_closed, f"{', '.join(numbers)}: too late, the scalars may already be sent"
         for name, number in numbers.items():
             self.values[self._names.index(name), self._ranks.index] += number
 
     def pop(self) -> dict[str, Tensor]:
-        """Returns {name: numbers of all ranks, [ranks]}, and resets the numbers to 0.
+        """Returns {name: value of every rank, [ranks]}, and resets the values to 0.
 
-        Call it after the sum over ranks. Before that, the numbers of other ranks are 0.
+        Call it after the sum over ranks. Before that, the values of other ranks are 0.
         """
         values = self.values.clone()
         self.values.zero_()
@@ -110,7 +111,7 @@ class FlatParameters:
         messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks, if they are in shared
             memory. Otherwise None.
         owned: {name of a parameter: what the optimizer of this rank updates}. This is the parameter, its
-            float32 master weights, or a `Shard` of one of them.
+            float32 master weights, or a `Shard` of the parameter or of these weights.
 
     Args:
         named_parameters: Parameters of one dtype, on one device.
@@ -222,10 +223,10 @@ class FlatParameters:
         return owned
 
     def attach_gradients(self) -> None:
-        """Sets the `grad` of every parameter to its view in `gradient_views`.
+        """Makes the `grad` of each float32 parameter a view of the flat gradients.
 
-        In mixed precision, the `grad` of bfloat16 parameters is not set, because their gradients are float32.
-        The context manager `gradients_attached` sets these `grad` during a backward pass.
+        Parameters in bfloat16 (mixed precision) have such a `grad`, a float32 view, only during a backward
+        pass, inside `gradients_attached`. torch's compiler does not expect a `grad` of another dtype.
         """
         for name in self.gradient_views.keys() - self._cast:
             self.parameters[name].grad = self.gradient_views[name]

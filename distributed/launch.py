@@ -70,7 +70,7 @@ Config = TypeVar("Config")  # a pydantic model with the keys of the machine
 
 @dataclasses.dataclass(frozen=True)
 class Program(Generic[Config]):
-    """Result of the context manager `launch` on each rank.
+    """What the context manager `launch` yields on each rank.
 
     Attributes:
         config: The config, equal on all ranks.
@@ -276,7 +276,7 @@ def _warn_of_restarts(hosts: list[str]) -> None:
 def check_folder_is_shared(folder: Path) -> None:
     """Checks that every machine sees the same folder as rank 0. All ranks call it.
 
-    If a machine does not see the folder, all ranks exit with status 1. The message names such machines.
+    If any machine does not see the folder, all ranks exit with status 1. The message names such machines.
     """
     if num_nodes() == 1:
         return
@@ -301,7 +301,7 @@ def check_folder_is_shared(folder: Path) -> None:
 def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
     """Checks that all machines have the same dataset as rank 0. All ranks call it.
 
-    If a dataset differs, all ranks exit with status 1.
+    If the dataset of any machine differs, all ranks exit with status 1.
 
     fingerprint: Hash of the dataset on this machine. If another rank of the machine computes the hash, "".
     names: Dataset folders, for the message.

@@ -103,7 +103,7 @@ def info(message: str) -> None:
 
 
 def warning(message: str) -> None:
-    """Prints a warning as one line on stderr, with the rank if there are several.
+    """Prints a warning as one line on stderr, with the rank if there are several ranks.
 
     The console shows each text only once. If the text is the same on all ranks, only rank 0 should call it.
     """

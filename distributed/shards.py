@@ -114,6 +114,6 @@ def rows_of_rank(num_rows: int, index: int, size: int) -> range:
     Example: Of 10 rows on 4 ranks, rank 1 holds the rows 1, 5 and 9. Row i of the table is row i // size of
     the part that the rank holds.
 
-    index: Number of the rank among those that divide the table. size: Number of these ranks.
+    index: Index of the rank in the group of ranks that divide the table, from 0. size: Size of the group.
     """
     return range(index, num_rows, size)

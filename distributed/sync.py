@@ -38,8 +38,9 @@ class GradientSync:
     Attributes:
         name: Name of the method, for logs.
         model: Module to call in the forward pass.
-        flat: Flat tensors with all weights and all gradients of the model. It also has numbers such as the
-            loss (`flat.scalars`), which are summed together with the gradients.
+        flat: The dense weights of the model and their gradients, as flat tensors. With pipeline or tensor
+            parallelism, only some of them, and another `GradientSync` sums the other gradients.
+            `flat.scalars` are numbers, such as the loss, that are summed together with the gradients.
     """
 
     name: ClassVar[str]
@@ -70,7 +71,7 @@ class GradientSync:
             self.flat.scalars.is_closed = True
 
     def finish(self) -> dict[str, Tensor]:
-        """Completes the sum of `flat.gradients` over all ranks, in place.
+        """Completes the sum of `flat.gradients` over `flat.ranks`, in place.
 
         All ranks call it, after the last backward pass of a training step. With local_steps > 1,
         `flat.gradients` then contains the changes of the weights. Returns the numbers that were sent with
@@ -103,7 +104,10 @@ class _Bucket:
 
 
 class FlatSync(GradientSync):
-    """Sums gradients by several all-reduces, which run during the last backward pass of a training step.
+    """Sums gradients by several all-reduces.
+
+    They run during the backward pass of the micro-batch with is_last=True. Without such a micro-batch (local
+    steps, pipeline, tensor parallelism), they run in `finish`.
 
     In a backward pass, every `p.grad` is a view of `flat.gradients`. If gradients are sent in their own
     dtype, nothing is copied. If a rank does not use a parameter, this rank's gradient of it is zero.
@@ -264,8 +268,8 @@ def build_gradient_sync(
     If `flat` is in shared memory, returns a `SharedMemorySync`. If sync="ddp" and torch.distributed is
     initialized, returns a `DDPSync`. In all other cases, returns a `FlatSync`.
 
-    flat: Flat tensors with all weights and all gradients of `model`. sync, bucket_size_mb, sync_dtype:
-    Values of the config keys of the same names.
+    flat: The dense weights of `model` (with pipeline or tensor parallelism, some of them) and their
+    gradients, as flat tensors. sync, bucket_size_mb, sync_dtype: Values of the config keys of the same names.
     """
     if flat.messages_of_ranks is not None:
         assert (sync, sync_dtype) == ("auto", "float32")

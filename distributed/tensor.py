@@ -61,8 +61,8 @@ class Cut(NamedTuple):
     def take(self, full: Tensor) -> Tensor:
         """Returns a copy of this rank's part of a tensor.
 
-        The result has as many axes as `full`. Example: of a weight [6, 4], with outer=1, middle=6, begin=0
-        and end=3, the part is full[0:3].
+        Example: if this rank holds the first 3 of the 6 rows of a weight [6, 4], the result is a copy of
+        full[0:3]. The `Cut` then has outer=1, middle=6, begin=0 and end=3.
 
         full: The full weight, or a tensor of its shape, such as its gradient.
         """
@@ -73,9 +73,11 @@ class Cut(NamedTuple):
     def of(self, index: int, size: int) -> "Cut":
         """Returns the `Cut` that describes which part of the same weight rank `index` holds.
 
-        The ranks hold equal slices of the axis `middle`: begin is index * middle / size.
+        The weight is viewed as [outer, middle, rest], and each rank holds an equal slice of the axis
+        `middle`: begin is index * middle / size.
 
-        index: Number of the rank among those that divide the weight. size: Number of these ranks.
+        index: Index of the rank in the group of ranks that divide the weight, from 0. size: Size of this
+        group.
         """
         begin, end = (number * self.middle // size for number in (index, index + 1))
         return self._replace(begin=begin, end=end)

@@ -79,8 +79,8 @@ class Watchdog:
 
     With one rank, it ends nothing. Every rank must finish its first training step within
     init_timeout_seconds, and each later step within step_timeout_seconds. While any rank is inside a `paused`
-    block, no rank has a time limit for its steps. If a rank exceeds the limit, or writes no heartbeat for as
-    long, every rank prints the stacks of its threads and exits with status 124.
+    block, no rank has a time limit for its steps. If a rank exceeds its limit, or writes no heartbeat for the
+    same time, every rank prints the stacks of its threads and exits with status 124.
 
     Time in which this process was suspended (SIGSTOP) does not count.
     """

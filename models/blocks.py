@@ -81,7 +81,7 @@ class Level(nn.Module):
 
     `level(z, injection, *context)` applies the blocks to z + injection, and returns the new state in the
     shape of z. The injection is a tensor in this shape, or 0. Every block gets the arguments in `context`,
-    such as the result of `models.layers.rotary_table`.
+    such as the rotary cosines and sines from `models.layers.rotary_table`.
 
     Attributes:
         layers: The blocks.

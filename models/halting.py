@@ -5,9 +5,9 @@ thinking step of every slot. If a slot halts, its answer counts in the metrics, 
 puzzle (`HaltingModel.refill`). In training, the new puzzle starts in the next training step. In an evaluation
 with halting=act, it starts before the next call of the model (evaluation/loop.py).
 
-Every slot halts after the largest number of steps. It may halt earlier:
+Every slot halts when its puzzle has had the maximum number of thinking steps. It may halt earlier:
 
-    thinking step of          largest number of steps    halts earlier
+    thinking step of          maximum number of steps    halts earlier
     ------------------------  -------------------------  ----------------------------------------------------
     training                  arch.halt_max_steps        if the Q head wants to, and exploration allows it
     training, FPRM            arch.halt_max_steps        if the residual is small, and exploration allows it
@@ -31,7 +31,7 @@ halting              A key of pretrain.py (for the evaluations in a run), evalua
 Q head               It wants to halt if q_halt > 0. This means that the answer is more likely right than
                      wrong. With arch.no_ACT_continue=false (HRM), it wants to halt if q_halt > q_continue.
 exploration          In every training step, each slot explores with probability arch.halt_exploration_prob.
-                     An exploring slot samples a minimum number of steps, uniform from 2 to the largest
+                     An exploring slot samples a minimum number of steps, uniform from 2 to the maximum
                      number. If the slot has made fewer steps on its puzzle, it does not halt in this training
                      step. The minimum counts only in this training step. The next one samples again for every
                      slot.
@@ -65,7 +65,7 @@ def sample_exploration(
     The entry of an exploring slot is from 2 to reasoning.max_steps. All other entries are 0. If the
     probability is 0, or reasoning.max_steps is 1, returns {}. Runs on the host.
 
-    step: Number of the training step. batch_size: Size of the global batch. With another size, the same
+    step: The training step, from 1. batch_size: Size of the global batch. With another size, the same
     slots explore, but with other minimum numbers.
     """
     if not arch.halt_exploration_prob or reasoning.max_steps == 1:
@@ -85,8 +85,8 @@ class HaltingModel(nn.Module):
 
     Attributes:
         network: The network, such as `models.trm.TRM`.
-        reasoning: Settings of thinking steps in training, such as their largest number for each puzzle.
-            `eval_reasoning` returns the settings for an evaluation.
+        reasoning: Settings of thinking steps in training, such as `max_steps`, after which every puzzle
+            halts. `eval_reasoning` returns the settings for an evaluation.
     """
 
     def __init__(self, network: Network):
@@ -96,12 +96,12 @@ class HaltingModel(nn.Module):
         self.reasoning = Reasoning.of_arch(arch, max_steps=arch.halt_max_steps, halting="act")
 
     def eval_reasoning(self, halting: Literal["max", "act"]) -> Reasoning:
-        """Returns the settings for an evaluation, such as the largest number of thinking steps.
+        """Returns the settings for an evaluation, to pass to `refill` and to calls of the model.
 
-        Pass the result to `refill` and to calls of the model.
+        The field `max_steps` is arch.eval_halt_max_steps, or arch.halt_max_steps if that key is null.
 
-        halting: If "max", every puzzle gets the largest number of thinking steps. If "act", a puzzle may halt
-        earlier. For LDT, the result always has "act".
+        halting: If "max", every puzzle gets `max_steps` thinking steps. If "act", a puzzle may halt earlier.
+        For LDT, the result always has "act".
         """
         arch = self.network.arch
         max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
@@ -149,12 +149,12 @@ class HaltingModel(nn.Module):
         """Runs one thinking step of every slot, and decides which slots halt.
 
         Args:
-            carry: Carry before the step. In training, pass the result of `refill`. In an evaluation, pass the
-                result of `refill` in the first step, and then the carry that the previous step returned.
-            reasoning: Settings, such as the largest number of thinking steps for each puzzle, the number of
-                cycles in a step, and the noise. Training passes the attribute `reasoning` with the current
-                `progress`, and with the cycles of a curriculum. An evaluation passes the result of
-                `eval_reasoning`.
+            carry: Carry before the step. In training, pass the carry from `refill`. In an evaluation, pass
+                the carry from `refill` in the first step, and then the carry that the previous step returned.
+            reasoning: Settings, such as `max_steps` (the thinking steps after which a puzzle halts in any
+                case), the number of cycles in a step, and the noise. Training passes the attribute
+                `reasoning` with the current `progress`, and with the cycles of a curriculum. An evaluation
+                passes the settings from `eval_reasoning`.
             rng: Random numbers of the slots. They are needed for noise, dropout and exploration
                 (`sample_exploration`). LDT and Flow always need them.
 
@@ -179,7 +179,8 @@ class HaltingModel(nn.Module):
         The table in the docstring of this file lists the rules of each model.
 
         carry: Carry after the step. Its field `halted` is not read. rng: Random numbers of this step. In
-        training, its field `arrays` contains the result of `Network.sample_randomness`.
+        training, its field `arrays` contains the arrays from `Network.sample_randomness`, such as
+        "min_steps".
         """
         is_last = carry.steps >= reasoning.max_steps
         if reasoning.halting == "max":

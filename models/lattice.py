@@ -161,9 +161,9 @@ def move(
     A move removes unlikely candidates, determines the outcome (solved, contradictory or none), and guesses a
     value if there is no outcome. The docstring of this file has the rules.
 
-    state: Result of `start_boards` or of the previous move. last: Logits after the last loop, from
-    `Outputs.last`. arch, reasoning: Thresholds, and the rules for guesses. in_search: True in an evaluation.
-    The caller then resets contradictory boards to their initial candidates.
+    state: Boards before the move, from `start_boards` or from the previous move. last: Logits after the last
+    loop, from `Outputs.last`. arch, reasoning: Thresholds, and the rules for guesses. in_search: True in an
+    evaluation. The caller then resets contradictory boards to their initial candidates.
     """
     state = with_target(state)
     # 1. Remove candidates.
@@ -210,8 +210,8 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
     A candidate is removed if its probability of being right is below arch.kill_threshold. A cell that had
     only one candidate at the start keeps this candidate.
 
-    state: Result of `start_boards` or of the previous move. keep: Logits of the probability that a value is
-    right, [batch, cells, values].
+    state: Boards before the move: the tensors `alive` and `entered`, uint8 [batch, cells, values]. keep:
+    Logits of the probability that a value is right, [batch, cells, values].
     """
     is_open = ~given_cells(state)[..., None]
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & is_open
@@ -223,7 +223,7 @@ def leaves(state: State) -> Tensor:
     A board leaves if it is solved, right or wrong, or if it is both contradictory and lost. A board is lost
     if some cell has no right candidate.
 
-    state: Result of `move`.
+    state: Boards after their move, from `move`.
     """
     outcome = state["outcome"]
     return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & is_lost(state))

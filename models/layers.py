@@ -195,8 +195,8 @@ class Dropout(NamedTuple):
 class Attention(nn.Module):
     """A multi-head self-attention without a causal mask.
 
-    `forward` takes x, [batch, positions, hidden], and `rotary`, the result of `rotary_table`. If `rotary` is
-    None, there are no rotary position embeddings.
+    `forward` takes x, [batch, positions, hidden], and `rotary`, the cosines and sines of the rotary angles
+    from `rotary_table`. If `rotary` is None, there are no rotary position embeddings.
 
     head_dim: Width of a head. If None, hidden_size / num_heads. bias: Whether the projections have biases.
     has_rotary: Whether `forward` will get a rotary table. If False, the keys have no bias, because it would

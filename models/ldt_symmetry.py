@@ -50,14 +50,18 @@ class BoardSymmetry(nn.Module):
 
     @staticmethod
     def transform(boards: Tensor, sources: Tensor) -> Tensor:
-        """Applies a symmetry to each board, [batch, cells, values]. sources: Result of `sample`."""
+        """Applies a symmetry to each board, [batch, cells, values]. Returns the transformed boards.
+
+        sources: The symmetries, int64 [batch, cells * values], from `sample`. If board i is flattened, entry
+        j of the transformed board is entry sources[i, j] of board i.
+        """
         return boards.flatten(1).gather(1, sources).view(boards.shape)
 
     @staticmethod
     def transform_back(outputs: Tensor, sources: Tensor) -> Tensor:
         """Reverses the symmetry of each board in outputs of the network, [batch, loops, cells, values].
 
-        sources: The tensor that `transform` got for these boards.
+        sources: The symmetries that `transform` got for these boards, int64 [batch, cells * values].
         """
         targets = sources[:, None].expand(-1, outputs.shape[1], -1)
         zeros = torch.zeros_like(targets, dtype=outputs.dtype)

@@ -106,7 +106,7 @@ class Network(nn.Module):
         Args:
             state: State before the step, {name: tensor [batch, ...]}.
             inputs: Tokens of the puzzles, int32 [batch, seq_len].
-            puzzle_identifiers: Number of the puzzle embedding of each puzzle, int32 [batch].
+            puzzle_identifiers: For each puzzle, the row of its puzzle embedding in the table, int32 [batch].
             reasoning: Settings of the step, such as its number of cycles.
             rng: Random numbers, needed for noise and dropout.
         """
@@ -116,11 +116,10 @@ class Network(nn.Module):
         """Returns which slots the network wants to halt after a thinking step: bool [batch].
 
         By default, these are the slots with q_halt > 0. With arch.no_ACT_continue=false, these are the slots
-        with q_halt > q_continue. `HaltingModel.halts` also applies exploration and the largest number of
-        thinking steps.
+        with q_halt > q_continue. `HaltingModel.halts` also applies exploration and `Reasoning.max_steps`.
 
-        state, prediction: Results of the step. rng: Random numbers of the step. It may be None in an
-        evaluation.
+        state, prediction: State after the step, and the prediction of the step. rng: Random numbers of the
+        step. It may be None in an evaluation.
         """
         return prediction.q_halt > (0 if self.arch.no_ACT_continue else prediction.q_continue)
 
@@ -133,8 +132,8 @@ class Network(nn.Module):
         "min_steps": the number of thinking steps that each slot must have made before it may halt
         (`sample_exploration`).
 
-        step: Number of the training step. batch_size: Size of the global batch. reasoning: Settings of the
-        thinking step, such as the largest number of thinking steps for each puzzle.
+        step: The training step, from 1. batch_size: Size of the global batch. reasoning: Settings, such as
+        `max_steps`, the number of thinking steps after which a puzzle halts in any case.
         """
         return sample_exploration(self.arch, seed=seed, step=step, batch_size=batch_size, reasoning=reasoning)
 
@@ -185,7 +184,7 @@ class TokenNetwork(Network):
 
         Args:
             inputs: Tokens, int32 [batch, seq_len].
-            puzzle_identifiers: int32 [batch].
+            puzzle_identifiers: For each puzzle, the row of its puzzle embedding in the table, int32 [batch].
         """
         e = self.embed_tokens(inputs)
         if self.puzzle_emb is not None:

@@ -120,7 +120,7 @@ class Objective:
         Args:
             network: The network. It may be called again to compute training targets.
             before: Carry before the thinking step, from `HaltingModel.refill`.
-            output: Result of the thinking step.
+            output: Carry after the thinking step, and the prediction of the step.
             divisors: {name: count}: the counts of the method `divisors`, and "slots", the number of slots of
                 the global batch. With local_steps > 1, all counts are those of this rank.
             reasoning: Settings of the thinking step, such as the number of cycles.
@@ -144,7 +144,7 @@ class Objective:
         Losses are computed without label smoothing, and summed over all puzzles with labels. The sums of all
         other `metrics` contain only puzzles with labels that have halted.
 
-        output: Result of the last thinking step of each puzzle.
+        output: Carry and prediction after the last thinking step of each puzzle.
         """
         return self._losses_and_sums(output, [], label_smoothing=0.0)[1]
 
@@ -203,7 +203,7 @@ class Objective:
           this step, the second entry is for their q_continue of this step.
         - If q_continue is not trained (no_ACT_continue=true, or max_steps is 1), the list is empty.
 
-        before, output: Carry before the thinking step, and result of the step.
+        before: Carry before the thinking step. output: Carry after the step, and the prediction of the step.
         """
         if reasoning.max_steps == 1 or self.arch.no_ACT_continue:
             return []

@@ -2,7 +2,7 @@
 
 A slot is a position of the global batch. The random numbers of a slot do not depend on the number of
 processes, and a checkpoint contains no generator state. They do not depend on the batch size either, except
-`min_steps` of `sample_exploration` (models/halting.py). In an evaluation, the example and the number of its
+`min_steps` of `sample_exploration` (models/halting.py). In an evaluation, the example and the index of its
 sample replace the slot. The generator is Philox4x32-10 (Salmon et al. 2011, doi 10.1145/2063384.2063405), as
 in numpy and on GPUs. In `SlotRng`, each slot has its own counter.
 
@@ -113,8 +113,8 @@ class SlotRng:
     ) -> SlotRng:
         """Creates the source of random numbers of a training step.
 
-        step: Number of the training step. slots: Numbers of the slots in the global batch, such as range(0,
-        64). arrays: Results of `Network.sample_randomness` for these slots.
+        step: The training step, from 1. slots: Indices of the slots in the global batch, such as range(0,
+        64). arrays: Entries of these slots in the arrays from `Network.sample_randomness`, each [slots, ...].
         """
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)
@@ -125,8 +125,8 @@ class SlotRng:
 
         Its numbers are independent of those of training.
 
-        rows: Index of each example in its test set, int64 [batch]. samples: If an example is evaluated
-        several times, the number of the repetition, from 0, int64 [batch]. steps: Number of thinking steps
+        rows: Index of each example in its test set, int64 [batch]. samples: Index of the sample (one of
+        several answers to the same example), from 0, int64 [batch]. steps: Number of thinking steps
         that the example has had, including this one, int32 [batch].
         """
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))
@@ -140,6 +140,8 @@ class SlotRng:
         """Returns standard normal numbers: float32 [batch, *shape].
 
         Each is computed from 23 random bits, so its absolute value is at most 5.3.
+
+        use: Purpose, such as "hints". The same text gives the same numbers.
         """
         return math.sqrt(2) * torch.erfinv(self._symmetric(shape, use))
 
@@ -148,15 +150,23 @@ class SlotRng:
 
         A normal distribution is cut at 2 of its standard deviations, then scaled to standard deviation 1. So
         the numbers are in [-2.28, 2.28].
+
+        use: Purpose, such as "hints". The same text gives the same numbers.
         """
         return math.sqrt(2) / STD_AFTER_CUT * torch.erfinv(_SHARE * self._symmetric(shape, use))
 
     def uniform(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns uniform numbers in (0, 1): float32 [batch, *shape]."""
+        """Returns uniform numbers in (0, 1): float32 [batch, *shape].
+
+        use: Purpose, such as "hints". The same text gives the same numbers.
+        """
         return (self._symmetric(shape, use) + 1) / 2
 
     def integers(self, shape: Sequence[int], *, below: int, use: str) -> Tensor:
-        """Returns uniform integers from 0 to below - 1: int64 [batch, *shape]. below: At most 2**23."""
+        """Returns uniform integers from 0 to below - 1: int64 [batch, *shape].
+
+        below: At most 2**23. use: Purpose, such as "hints". The same text gives the same integers.
+        """
         return ((2 * self._bits(shape, use) + 1) * below) >> 24
 
     # Uniform between -1 and 1: odd multiples of 2**-23, exact in float32.

@@ -26,8 +26,9 @@ class Call(NamedTuple):
             "z_H".
         output: Copy of the output of the module, or of the state, [batch, positions, hidden].
         steps: Number of thinking steps that each puzzle has had, including this one, int32 [batch].
-        rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding.
-        cycle: Number of the H cycle in the thinking step, from 1. If the model has no H cycles, 1.
+        rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding. With several samples,
+            index * number of samples + index of the sample.
+        cycle: Index of the H cycle in the thinking step, from 1. If the model has no H cycles, 1.
         call: Number of runs of a stack of blocks in this H cycle so far. A run that has started counts. If
             the network has several stacks, the runs of all stacks count. 0 before the first run.
         network: The network. `network.answer(output)` applies its output layers to the state z_H.
@@ -36,7 +37,7 @@ class Call(NamedTuple):
     name: str
     output: Any  # a state includes damping and noise
     steps: Tensor
-    rows: Tensor  # with several samples, index * samples + sample. 0 for the puzzle of `solve`
+    rows: Tensor  # 0 for the puzzle of `solve`
     cycle: int
     call: int
     network: Network
@@ -66,7 +67,7 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
     returns.
 
     Args:
-        model: `HaltingModel` or its network, or the result of `solve.load`.
+        model: `HaltingModel` or its network, or a `solve.Solver` (from `solve.load`).
         names: Names of states (z_H, z_L), and of modules of the network as patterns of `fnmatch`, such as
             "L_level.layers.0.*".
 

@@ -2,8 +2,9 @@
 
 The state has a vector for every symbol (token) in every cell. By default (equivariant_symbols=true), all
 ordinary symbols share their weights. So if the symbols of a puzzle are permuted, the answer has the same
-permutation. The weights also fit other numbers of symbols. Without learned positions, they also fit other
-sizes of the grid. Tokens 0 and 1 (padding, and the empty cell or the end of a grid) have separate weights.
+permutation. The same weights also work with another number of symbols. Without learned positions, they also
+work with another size of the grid. Tokens 0 and 1 (padding, and the empty cell or the end of a grid) have
+separate weights.
 
 models/objective.py computes the loss. There is no Q head. q_halt is computed from the logits without
 gradient, so q_halt_loss changes no weight. In training, a slot halts at random (table in models/halting.py).
@@ -180,8 +181,8 @@ class SERRM(Network):
         symbol and cell. The second part has a number for each symbol, which is added to all features of its
         vectors.
 
-        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: Number of the puzzle embedding of each
-        puzzle, int32 [batch].
+        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: For each puzzle, the row of its
+        puzzle embedding in the table, int32 [batch].
         """
         if self.is_equivariant:
             symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)

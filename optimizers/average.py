@@ -43,8 +43,8 @@ class Average:
 
         The averages then include the current embeddings for all training steps before `step`.
 
-        identifiers: Numbers of the embeddings, int64 [n]. step: Number of the training step, from 1, that
-        will change the embeddings. With local_steps > 1, the first step since the last merge of the ranks.
+        identifiers: Puzzle identifiers of the embeddings, int64 [n]. step: Training step, from 1, that will
+        change the embeddings. With local_steps > 1, the first step since the last merge of the ranks.
         """
 
     @contextlib.contextmanager
@@ -139,8 +139,8 @@ def build_average(
     If config.ema is None, the methods of the result do nothing. Warns if the average will still contain much
     of the initial weights when this launch ends. With ema_bias_correction=true, this cannot happen.
 
-    flats: Results of `build_flats`. total_steps: Number of training steps of the run. If None, there is no
-    warning.
+    flats: Objects that each store the values of many weights in one tensor, from `build_flats`. total_steps:
+    Number of training steps of the run. If None, there is no warning.
     """
     if config.ema is None:
         return Average()

@@ -43,7 +43,8 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
     The returned identifiers are distinct and in ascending order. Sums are float64 (float32 on mps), so that
     the sign of a sum does not depend on the order.
 
-    identifiers: Number of the embedding of each gradient, [n], with repeats. gradients: [n, ndim].
+    identifiers: For each gradient, the row of its puzzle embedding, integers [n], with repeats. gradients:
+    [n, ndim].
     """
     wide = torch.float32 if gradients.device.type == "mps" else torch.float64
     distinct, index = torch.unique(identifiers, return_inverse=True)
@@ -58,7 +59,7 @@ def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Te
     identifier has the same sum. Sums are float64. The shapes of the result do not depend on the values of the
     input, so the host does not wait for the GPU.
 
-    identifiers: Number of the embedding of each gradient, [n]. gradients: [n, ndim].
+    identifiers: For each gradient, the row of its puzzle embedding, integers [n]. gradients: [n, ndim].
     """
     rising, order = identifiers.sort(stable=True)
     index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # index among the distinct identifiers
@@ -71,10 +72,10 @@ def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PuzzleTable:
-    """The puzzle embeddings of a model, and their optimizer.
+    """Interface of the table of puzzle embeddings and its optimizer.
 
-    A puzzle embedding is a learned vector for each puzzle identifier, a row of a table. The methods of this
-    base class do nothing. A model without puzzle embeddings uses the base class.
+    Row i of the table is the puzzle embedding (learned vector) of the puzzles with the puzzle identifier i.
+    The methods of this base class do nothing, for models without puzzle embeddings.
     """
 
     average = Average()  # moving average (EMA) of the embeddings

@@ -215,7 +215,7 @@ def build_weights(
     it must update each element independently.
 
     Args:
-        flats: Results of `build_flats`: objects that each store the values of many weights in one tensor.
+        flats: Objects that each store the values of many weights in one tensor, from `build_flats`.
         shapes: {name: shape} of all weights of the model. If None, all weights are in `flats`.
         holders: Group of the ranks that share one copy of the model (pipeline and tensor parallelism), with
             this rank. Together, they hold every element of the transformer blocks once. `Weights.clip_` sums
@@ -233,7 +233,7 @@ def build_weights(
 def state_numbers_per_weight(config: PretrainConfig) -> float:
     """Returns how many numbers the optimizer stores for each weight. Example: 2 for AdamW.
 
-    With optimizer=muon, this is the number for weights that are no matrices of the blocks.
+    With optimizer=muon, this is the number for weights that are not matrices of the blocks.
     """
     weight = nn.Parameter(torch.zeros(16))
     moments = build_weights(config, FlatParameters([("weight", weight)], SCALARS, ranks=ALONE)).moments()

@@ -95,7 +95,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def is_shared(folder: Path) -> bool:
-    """Returns whether `write_files` wrote a folder."""
+    """Returns whether `write_files` wrote the folder."""
     return has_keys(folder / SHARED_CONFIG_FILE, "run", "dataset_fingerprint", "has_averages")
 
 
@@ -110,7 +110,7 @@ def write_files(
 ) -> None:
     """Writes the files of a shared model: weights, config.json and README.md (the model card).
 
-    If they are known, also writes hashes of the training examples and the names of the puzzles. Raises
+    If hashes of the training examples or the names of the puzzles are known, also writes these. Raises
     ValueError if this code did not write the checkpoint.
 
     address: Address of the repository on the Hub, or the name of a model in weights/, for the model card.

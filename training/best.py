@@ -49,7 +49,7 @@ class Selection:
         self.lowest_is_best = goal_of(keep_best) == "min"
 
     def value(self, row: Mapping[str, float]) -> float | None:
-        """Returns the value of the metric in a row of metrics.jsonl, or None if it is missing."""
+        """Returns the value of the metric `keep_best` in a row of metrics.jsonl. None if it is missing."""
         if self._is_one_value:
             return row.get(self.metric)
         evaluator, slash, _ = self.metric.rpartition("/")
@@ -91,10 +91,13 @@ class BestStep:
         self._values: dict[int, float] = {}  # {step: value of keep_best}
 
     def record(self, step: int, row: Mapping[str, float]) -> dict[str, float | str]:
-        """Remembers the value of the metric `keep_best` in a row of metrics.jsonl.
+        """Reads the metric that the config key `keep_best` names from a row, and remembers its value.
 
-        Returns entries to add to the row: best/<metric> (best value so far), best/step and best/selected_by.
-        Returns {} if there is no value so far, or if the row contains no evaluation.
+        Returns entries to add to the row: best/<metric> (best value so far), best/step, and best/selected_by
+        (split of the metric, "validation" or "test"). If the row contains no evaluation on this split, or if
+        there is no finite value so far, returns {}. Warns if the evaluation lacks the metric.
+
+        row: Row of metrics.jsonl for training step `step`.
         """
         if self._selection is None or not self._selection.evaluated(row):
             return {}
@@ -107,7 +110,7 @@ class BestStep:
         return {name: best["value"], BEST_STEP: best["step"], SELECTED_BY: best["selected_by"]}
 
     def check(self, row: Mapping[str, float]) -> None:
-        """Warns if the row contains an evaluation, but not the metric `keep_best`."""
+        """Warns if the row contains an evaluation, but not the metric that `keep_best` names."""
         selection = self._selection
         if selection is None or not selection.evaluated(row) or selection.value(row) is not None:
             return
@@ -163,8 +166,9 @@ class BestStep:
     def load_state(self, saved: dict[str, Any] | None, rows: Iterable[Mapping[str, float]]) -> None:
         """Restores the values of earlier evaluations in a resumed run. Does not communicate.
 
-        saved: Result of `state` when the checkpoint was saved. None if there was no evaluation yet, or if the
-            checkpoint is from another run. Ignored if the metric or its split has changed since then.
+        saved: The best evaluation when the checkpoint was saved, as `state` returned it. None if there was no
+            evaluation yet, or if the checkpoint is from another run. Ignored if the metric or its split has
+            changed since then.
         rows: Rows of metrics.jsonl up to the step of the checkpoint. If the row of the best step is lost, its
             value is known from `saved`.
         """

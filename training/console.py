@@ -32,7 +32,7 @@ class Console:
     validation set.
 
     steps: range(start, stop). `start` is the number of training steps that were already done when this
-        process started, 0 for a new training. `stop` is the number of the last step that this process does.
+        process started, 0 for a new training. `stop` is the last step that this process does.
     """
 
     name = "the progress bar"

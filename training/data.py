@@ -34,7 +34,7 @@ _FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
-    """The data of a run, equal on all ranks.
+    """The data of a run. All attributes except `hashes` are equal on all ranks.
 
     Attributes:
         dataset: All training folders as one dataset.
@@ -190,7 +190,9 @@ def _add_evaluated(
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
     """Opens the datasets of the config key `test_data_path`. Returns {folder name: dataset}.
 
-    Raises ValueError if two folders have the same name, or if a dataset does not fit the model.
+    Raises ValueError if two folders have the same name, or if the model cannot read a dataset. The
+    dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle must have a
+    trained embedding.
 
     trained: Dataset that the model trains on.
     """

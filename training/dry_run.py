@@ -229,7 +229,7 @@ def _describe_fit(
 def _read_data(config: PretrainConfig) -> tuple[Metadata, int | None, str | None]:
     """Returns (sizes of the dataset, number of training steps, a missing dataset folder or None).
 
-    If a dataset is missing, the sizes are assumed, and the number of steps may be None (unknown).
+    If any dataset folder is missing, usual sizes are assumed, and the number of steps may be None (unknown).
     """
     if missing := next((path for path in config.data_paths if not Path(path).is_dir()), None):
         return usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps, missing

@@ -36,7 +36,7 @@ def evaluate(
     Args:
         config: Config of the run.
         state: Weights and averages of this rank.
-        data: Result of `open_data`.
+        data: Data of the run, from `open_data`.
         interruption: Checked for stop requests during the evaluation. If None, the evaluation always
             completes.
         only_first_batches: Whether to evaluate only the first batch of each set, and write no files.

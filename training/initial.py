@@ -51,7 +51,7 @@ def copy_weights_(
     Returns {name: full weight} for the weights of which this rank has only a shard. The caller sends them to
     all ranks. Uses the moving averages (EMA) if the checkpoint contains them. Raises ValueError if names or
     shapes of weights differ. Only the number of puzzle embeddings may differ. The message lists the config
-    keys to set.
+    keys to set. Tensors that describe the training data (`Network.of_data`) do not change.
 
     targets: {name: full tensor or shard} of this rank, changed in place. location: Checkpoint: a path or an
     address hf://OWNER/NAME. arch: Architecture of this run. dataset: Training data, to find the embedding of

@@ -145,8 +145,8 @@ class Monitor:
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
         """Records that a training step is done. Does not wait for a GPU, unless the run is profiled.
 
-        step: Number of training steps done. result: Result of `train_step`. set_name: Training set of the
-        batch, for messages.
+        step: Number of training steps done. result: Loss, gradient norm and stop requests of the step, from
+        `train_step`. set_name: Training set of the batch, for messages.
         """
         self._step = step
         if result.averaged_steps:

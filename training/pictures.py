@@ -154,10 +154,10 @@ class Thoughts:
             yield name, np.asarray(image)
 
     def _grids(self, index: int) -> tuple[list[_Grid], list[int] | None]:
-        """Returns the grids to draw for a puzzle, and for each cell the number of its region.
+        """Returns the grids to draw for a puzzle, and for each cell the index of its region.
 
         The grids are the puzzle, some answers and the solution, if it is known. A region is, for example, a
-        box of a Sudoku. If the puzzle has no regions, the second value is None.
+        box of a Sudoku. If the puzzle has no regions, the second value is None. index: Index of the puzzle.
         """
         style, puzzle, label = self.style, self.inputs[index], self.labels[index]
         is_counted = label != IGNORE_LABEL_ID

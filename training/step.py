@@ -201,9 +201,10 @@ def forward_and_backward(
 def update(
     state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
 ) -> tuple[Tensor, StepResult]:
-    """Sums the gradients over ranks, and updates all weights and the moving averages.
+    """Updates all weights and the moving averages.
 
-    With local_steps > 1, the gradients are not summed.
+    First sums the gradients over ranks. With local_steps > 1, the gradients are not summed. Instead, the
+    ranks merge their weights every `local_steps` steps, and the averages change only after a merge.
 
     Returns (norm of the dense weights' gradients before clipping, result of the training step).
 

@@ -113,9 +113,9 @@ class Strategy:
             loss.backward()
 
     def reduce_gradients(self, *, step: int) -> None:
-        """Sums the gradients of weights and puzzle embeddings over ranks.
+        """Prepares the gradients of weights and puzzle embeddings for the update.
 
-        `LocalSteps` sums nothing. It only provides this rank's gradients of puzzle embeddings for the update.
+        `EveryStep` sums the gradients over ranks. `LocalSteps` keeps this rank's gradients.
 
         step: Number of the training step, from 1.
         """
@@ -223,9 +223,9 @@ class LocalSteps(Strategy):
     def _synced_steps(self, step: int) -> range:
         """Returns the steps since the previous merge, if the ranks merge their weights after `step`.
 
-        Otherwise, returns an empty range that starts at the first of them. Steps up to the step of the loaded
-        checkpoint are left out. Example: with resume=PATH, the other run had local_steps=1. Its checkpoint
-        may lie between two merges of this run.
+        Otherwise, returns an empty range that starts at the first step since the previous merge. Steps up to
+        the step of the loaded checkpoint are left out. Example: with resume=PATH, the other run had
+        local_steps=1. Its checkpoint may lie between two merges of this run.
         """
         steps = synced_steps(step, **self._interval)
         return range(max(steps.start, self._anchor_step + 1), steps.stop)

@@ -29,7 +29,7 @@ class TrainedExamples:
 
         checkpoint: Folder of the checkpoint from which training continues. If None, the weights come from the
             checkpoint `init_from`, or are random.
-        is_this_run: Whether it is a checkpoint of this run.
+        is_this_run: Whether `checkpoint` is a checkpoint of this run.
         """
         found = None
         if checkpoint is None and config.init_from is None:
@@ -47,6 +47,6 @@ class TrainedExamples:
         """Returns hashes of all examples on which the weights at training step `step` were trained.
 
         If some of the examples are unknown, the field `is_complete` of the result is False. Returns None on
-        ranks other than 0, and if the constructor got None. Call it after `start_from`.
+        ranks other than 0, and if `of_this_run` of the constructor is None. Call it after `start_from`.
         """
         return self._of_this_run(step).join(self._before) if is_main() and self._of_this_run else None

@@ -32,7 +32,8 @@ def run_trials(
     """Runs the trials of a search that have not ended, `config.parallel` at a time.
 
     A trial is one combination of hyper-parameters, trained once for each seed. Returns True if a signal such
-    as Ctrl-C stopped the search. Raises ValueError if three trials fail before any trial succeeds.
+    as Ctrl-C stopped the search. Raises ValueError if three trials fail before any trial is complete or
+    pruned.
 
     run: Config of a training with one of the possible values of each hyper-parameter.
     on_end: Function that is called after each trial.

@@ -69,7 +69,8 @@ class Space:
     def written(self, values: dict[str, Any]) -> dict[str, str]:
         """Converts the values of a trial to texts for a command line: {hyper-parameter: text}.
 
-        Returns {} if a hyper-parameter has no value. Raises ValueError if a value is not in the search space.
+        If even one hyper-parameter of the space has no value, returns {}. Raises ValueError if a value is not
+        in the search space.
         """
         if self.parameters.keys() - values.keys():
             return {}

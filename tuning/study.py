@@ -197,8 +197,8 @@ class Study:
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
         """Returns the hyper-parameters of a trial as {name: value as text for a command line}.
 
-        Returns {} if a hyper-parameter has no value yet. Raises ValueError if a value is not in the search
-        space.
+        If even one hyper-parameter of the search has no value yet, returns {}. Raises ValueError if a value
+        is not in the search space.
         """
         try:
             return self.space.written(trial.params)

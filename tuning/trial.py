@@ -103,7 +103,7 @@ class Trial:
         return all(map(self._has_ended, self._commands))
 
     def values(self) -> list[float]:
-        """Returns the values of the metric at all evaluations so far.
+        """Returns the values of the metric that the search compares, at all evaluations so far.
 
         The evaluations of the first training come first, then those of the next one.
         """
@@ -113,7 +113,7 @@ class Trial:
         """Returns the score of the combination of hyper-parameters.
 
         Each training contributes the best value of the metric among its evaluations. The score is the mean
-        over the trainings. Raises ValueError if a training has no value.
+        over the trainings. Raises ValueError if any training has no value.
         """
         best = []
         for folder in self._commands:
