@@ -2,7 +2,7 @@
 
 from runtime.reading import printable
 
-# {metric: written name}
+# {metric: written name}, if this is not the name of the metric with spaces
 NAMES = {
     "exact_accuracy": "solved",
     "accuracy": "cells right",
@@ -19,7 +19,6 @@ NAMES = {
     "gigaflops_per_step": "GFLOP per thinking step",
     "count": "puzzles",
     "distinct_count": "different puzzles",
-    "trained_on": "trained on",
     "trained_on_rate": "fraction of training puzzles known",
     "unseen/count": "not trained on",
     "arc/count": "tasks",
@@ -34,8 +33,6 @@ NAMES = {
     "forward_dtype": "number format",
     # LDT in training
     "keep_loss": "candidate loss",
-    "digit_loss": "digit loss",
-    "conflict_loss": "conflict loss",
     "bad": "bad boards",
     "conflict_recall": "bad boards found",
     "conflict_precision": "precision of bad boards",
@@ -51,7 +48,7 @@ _AFTER_STEP, _UNSEEN, _OUTPUTS, _ANY = "exact_accuracy_after_step_", "unseen/", 
 def written_name(metric: str) -> str:
     """Returns the name of a metric for people, such as "solved" for "exact_accuracy".
 
-    An unknown metric keeps its name, without the ending "_accuracy".
+    An unknown metric keeps its name, without the ending "_accuracy", and with spaces instead of underscores.
     """
     if metric in NAMES:
         return NAMES[metric]
@@ -70,7 +67,7 @@ def written_name(metric: str) -> str:
     evaluator, slash, name = metric.rpartition("/")
     if slash and name in NAMES:
         return f"{NAMES[name]}, {printable(evaluator)}"
-    return printable(name.removesuffix("_accuracy"))
+    return printable(name.removesuffix("_accuracy").replace("_", " "))
 
 
 def both_names(metric: str) -> str:

@@ -77,8 +77,8 @@ class Prediction(NamedTuple):
             the activations.
         q_halt: Logit of the probability that the answer is right, float32 [batch].
         q_continue: Logit of the probability that the answer will be right after more thinking steps, float32
-            [batch]. With arch.no_ACT_continue=false, the network wants to halt if q_halt > q_continue. With
-            true, q_continue has no effect. None if the network has no such output.
+            [batch]. `Network.wants_to_halt` says when it has an effect. None if the network has no such
+            output.
     """
 
     logits: Tensor

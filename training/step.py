@@ -13,9 +13,8 @@ A training step has ten parts. The comments in the code have the same numbers.
 
  1. Draw the random numbers that must be drawn on the host. All others are drawn where they are needed.
  2. Put a new puzzle and its initial latent state into each slot that has halted.
- 3. Determine the numbers by which the loss is divided. For most models, this is only `global_batch_size`, the
-    number of slots of all ranks. Some models count other numbers (`divisors` of the objective), which are
-    summed over ranks.
+ 3. Determine the numbers by which the loss is divided: the number of slots of all ranks
+    (`global_batch_size`), and the counts that `divisors` of the objective returns, summed over ranks.
  4. Zero the gradients. Divide this rank's slots into `gradient_accumulation_steps` micro-batches. For each
     micro-batch, run the thinking step, decide which slots halt, compute the loss, and run the backward pass.
  5. Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
@@ -60,10 +59,10 @@ The following config keys change some of these parts, which are named in parenth
 - With either of these two keys, part 6 sums the gradients of a block only over ranks with the same weights
   of this block. Part 7 sums squared norms over ranks with different weights, to get the norm of all
   gradients.
-- `arch.no_ACT_continue=false` (4), the default of HRM: The network also predicts q_continue. A slot halts if
-  q_halt > q_continue, and the loss has a term for q_continue. With `arch.q_target=exact`, the target of this
-  term comes from one more thinking step in part 4, without gradient. With `deferred`, it comes from the next
-  training step (models/objective.py).
+- `arch.no_ACT_continue=false` (4), the default of HRM: The network also predicts q_continue, which changes
+  when a slot halts, and the loss has a term for it. With `arch.q_target=exact`, the target of this term comes
+  from one more thinking step in part 4, without gradient. With `deferred`, it comes from the next training
+  step (models/objective.py).
 - `arch.boards_per_slot` (2, 5): If it is greater than 1, a slot has several puzzles, called boards. Each
   training step picks one board of each slot at random. Only this board changes, and only it can halt.
 - `curriculum` (2, 4): The data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
