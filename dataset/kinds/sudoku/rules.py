@@ -84,8 +84,8 @@ class _Boards(NamedTuple):
         every_digit: Board with cell 0 of every digit. If bit c of an integer is set for each cell c of a set,
             its product with `every_digit` is the board with these cells for every digit.
         units: [(firsts, offsets, spread) of the rows, of the columns, of the boxes]. `firsts` is the board
-            with the first cell of each unit, for every digit. `offsets` are the numbers of the cells of a
-            unit, minus the number of its first cell. If a board contains only some bits of `firsts`, its
+            with the first cell of each unit, for every digit. `offsets` are the indices of the cells of a
+            unit, minus the index of its first cell. If a board contains only some bits of `firsts`, its
             product with `spread` is the board with all cells of these units, for the same digits.
         after_clue: One mask for each bit. `board & after_clue[bit]` removes the digit of the bit from the
             other cells of its row, column and box.
