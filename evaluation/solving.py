@@ -211,11 +211,12 @@ def _first_to_halt(
 ) -> int:
     """Runs samples of a search model (LDT) on one puzzle, until the first sample halts.
 
-    Returns the index of this sample, or -1 if no sample halts. The docstring of this file says when the
-    samples start.
+    Returns the index of this sample, or -1 if no sample halts. First, 8 samples start. Every 16 thinking
+    steps, as many samples start as have started before. If all running samples end without an answer, the
+    next samples start at once.
 
     batch: Batch that contains only the puzzle.
-    num_samples: Largest number of samples.
+    num_samples: Maximum number of samples to start.
     on_step: Function that is called with the output of each thinking step.
     """
     (attempts,) = split_into_attempts(iter([batch]), num_samples=num_samples, num_slots=num_samples)
