@@ -2,7 +2,7 @@
 
 With halting=max, all puzzles make the same number of thinking steps. With halting=act, a puzzle may halt
 earlier. The next puzzle then takes its slot, so the time depends on the mean number of thinking steps, not on
-the largest number. The answer to a puzzle does not depend on the other puzzles of the batch.
+the maximum. The answer to a puzzle does not depend on the other puzzles of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence

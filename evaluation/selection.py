@@ -1,8 +1,8 @@
 """Selects one of several samples of a puzzle, and counts right answers and thinking steps.
 
 A sample is one of several answers of a model to a puzzle, with its own random noise. No selection rule uses
-labels. Each rule picks the sample that minimizes one number, for example the number of thinking steps. Among
-equally good samples, the one with the largest q_halt is selected, then the one with the lowest index. In a
+labels. Each rule compares one number of each sample, for example its number of thinking steps. Among equally
+good samples, the one with the largest q_halt is selected, then the one with the lowest index. In a
 search (LDT), q_halt has no effect. All sums are integers, so they do not depend on the number of ranks or on
 the batch size.
 """
