@@ -273,7 +273,8 @@ class PublishedTrainer:
 
     weights: Initial weights, the state_dict of the same model in this repository.
     compile_model: Whether to compile the complete model, as the public code does on CUDA.
-    flash_attention: As in `Network`.
+    flash_attention: Only for HRM on a CPU. If True, its attention is torch's scaled_dot_product_attention. If
+    False, it consists of plain matrix products, as in the public code.
     """
 
     def __init__(

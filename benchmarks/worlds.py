@@ -120,7 +120,7 @@ class World:
     def receive(self, *, timeout: float | None = None) -> list[Any]:
         """Waits for the results of a call that `send` has started, one for each process.
 
-        If a process has ended, or does not answer within `timeout` seconds, exits the program.
+        If any process has ended, or does not answer within `timeout` seconds, exits the program.
         """
         waiting, answers = {connection: place for place, (_, connection) in enumerate(self._workers)}, {}
         while waiting:
@@ -267,7 +267,12 @@ class Trainer:
 def compose_training(
     device: torch.device, *overrides: str, puzzles: int, rows: int = 1000, seq_len: int = 81
 ) -> tuple[PretrainConfig, Metadata]:
-    """Returns the config of a training on random data, and the sizes of the data. As in `Trainer`."""
+    """Returns the config of a training on random data, and the sizes of the data. All ranks call it.
+
+    overrides: key=value arguments of pretrain.py. If they set no dtype, all ranks use the one that is fast on
+    rank 0's processor.
+    puzzles: Batch size of each process. rows: Number of puzzle embeddings.
+    """
     defaults = (f"global_batch_size={puzzles * world_size()}", f"device={device.type}")
     config = compose_overrides(PretrainConfig, [*defaults, *overrides])
     number_format = broadcast_object(find_format(config).name)  # ranks may have different processors

@@ -62,8 +62,8 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
     """Rotates or mirrors a grid. `number` selects one of the 8 symmetries of a square.
 
     0: unchanged. 1 to 3: rotated by 90, 180 and 270 degrees counterclockwise. 4: mirrored left to right. 5:
-    mirrored top to bottom. 6: transposed. 7: transposed along the other diagonal. `DIHEDRAL_INVERSES` has the
-    number of each inverse.
+    mirrored top to bottom. 6: transposed. 7: transposed along the other diagonal.
+    DIHEDRAL_INVERSES[number] is the number of the symmetry that undoes this one.
 
     grid: [rows, columns].
     """
@@ -215,7 +215,7 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    # The term of each row or column. positions: Its number in the transformed grid, [n, size].
+    # The term of each row or column. positions: Its index in the transformed grid, [n, size].
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
 

@@ -184,7 +184,8 @@ class Vocabulary:
     """Converts puzzles between text and tokens, for a dataset that defines its own symbols.
 
     A grid is a list of rows, and a row is a list of symbols. A grid may be smaller than the token array that
-    contains it. Token 0 is padding, and token 1 marks the end of a grid.
+    contains it. Token 0 is padding. Token 1 fills the row below the grid and the column to its right, if the
+    array has room for them.
 
     Attributes:
         symbols: Texts of the tokens 2, 3, ...
@@ -213,7 +214,8 @@ class Vocabulary:
 
         If some symbol has several characters, spaces separate the symbols of a row. If every symbol has one
         character and none is a space, spaces separate rows, as line breaks do. Raises ValueError if the grid
-        is empty, has an unknown symbol or rows of unequal length, or is larger than the token array.
+        is empty, has an unknown symbol or rows of unequal length, or is larger than the token array
+        (`num_rows` x `num_columns`).
         """
         text = "".join(characters(text))  # normalized, as the symbols are
         lines = text.strip("\r\n").splitlines()
@@ -230,9 +232,10 @@ class Vocabulary:
     def tokens_of(self, grid: Grid) -> np.ndarray:
         """Converts a grid of symbols to tokens: uint8 [seq_len].
 
-        The grid is at the top left of the token array. The row below it and the column to its right become
-        token 1 if the array has room for them. All other cells become token 0 (padding). Raises ValueError if
-        the grid is empty, has an unknown symbol or rows of unequal length, or is larger than the token array.
+        The grid is at the top left of the token array (`num_rows` x `num_columns`). The row below it and the
+        column to its right become token 1 if the array has room for them. All other cells become token 0
+        (padding). Raises ValueError if the grid is empty, has an unknown symbol or rows of unequal length, or
+        is larger than the token array.
         """
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
@@ -301,13 +304,13 @@ def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
 
 
 def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:
-    """Converts a grid of numbered symbols to tokens: uint8 [num_rows * num_columns].
+    """Converts a grid of symbol indices to tokens: uint8 [num_rows * num_columns].
 
     The grid is at the top left of the token array. The symbols 0, 1, ... become the tokens 2, 3, ... The row
     below the grid and the column to its right become END (1), if the array has room for them. All other cells
     become PAD (0).
 
-    grid: Symbols as numbers from 0, [rows, columns].
+    grid: Index of the symbol of each cell, from 0, [rows, columns].
     """
     rows, columns = grid.shape
     tokens = np.full((num_rows, num_columns), PAD, np.uint8)

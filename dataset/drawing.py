@@ -57,7 +57,7 @@ def regions_of(style: Style, num_cells: int) -> list[int] | None:
 
 
 def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.ndarray | None:
-    """Returns the number of each drawn cell's region: int64 [rows, columns].
+    """Returns, for each drawn cell, the index of its region: int64 [rows, columns].
 
     Returns None if the grid has no regions, or if all regions are rectangles, such as the boxes of a Sudoku.
 
@@ -134,7 +134,8 @@ def draw_cells(
 
     texts: Text of each cell, [rows, columns]. styles: ANSI code of each cell, such as "32" for green, or "".
     gap: Text between the cells of a row. It is not used with `regions`. color: Whether to use the ANSI codes.
-    marks: Text after each cell, in the same color. regions: Number of each cell's region, [rows, columns].
+    marks: Text after each cell, in the same color. regions: Index of the region of each cell, such as a
+    box of a Sudoku, [rows, columns].
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
@@ -257,7 +258,8 @@ class SvgGrid:
     def lines(self, regions: Sequence[int] | None) -> Iterator[str]:
         """Yields the SVG elements of the lines between cells, and of the frame around the grid.
 
-        regions: Number of each cell's region, row by row, or None. Lines between regions are thicker.
+        regions: Index of the region of each cell, row by row. Lines between regions are thicker. If None, all
+        lines are thin.
         """
         numbers = np.zeros((self.rows, self.columns), int)
         if regions is not None:

@@ -154,8 +154,8 @@ def join_repeats(
     in common with group 2, and group 2 has another one in common with group 5, all three get the value of
     group 0, the first of them.
 
-    hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
-    that are held out for validation.
+    hashes: {name of a training set: hash of each example of the originals, uint64 [n]}, from `hash_training`.
+    held_out: {name of a training set: bool [num_groups]}. True for groups that are held out for validation.
     """
     sets = data.splits["train"].sets
     sizes = np.concatenate([_original_sizes(training_set) for training_set in sets.values()])
@@ -180,8 +180,9 @@ def trained_in_folders(
 ) -> dict[int, np.ndarray]:
     """Returns the hashes of the examples that are trained on: {index of the dataset folder: uint64 [n]}.
 
-    hashes: Result of `hash_training`. held_out: {name of a training set: bool [num_groups]}. True for groups
-    that are not trained on. A set that is not in `held_out` is trained on completely.
+    hashes: {name of a training set: hash of each example of the originals, uint64 [n]}, from `hash_training`.
+    held_out: {name of a training set: bool [num_groups]}. True for groups that are not trained on. A set
+    that is not in `held_out` is trained on completely.
     """
     found: dict[int, list[np.ndarray]] = {folder: [] for folder in range(len(data.folders))}
     for name, training_set in data.splits["train"].sets.items():

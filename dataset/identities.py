@@ -70,7 +70,7 @@ class Identities:
     def keys(self, *, with_folders: bool) -> list[str] | None:
         """Returns the name of the puzzle of each puzzle identifier, in order.
 
-        Returns None if a folder does not name each of its identifiers.
+        If even one folder does not name each of its identifiers, returns None.
 
         with_folders: Whether each name starts with the name of its folder, as in "arc/0a938d79".
         """
@@ -91,8 +91,8 @@ class Identities:
 
         `self` describes the training data of the model, and `data` describes the dataset. Puzzles with equal
         names match, unless both have digests and the digests differ. If the model or the dataset has several
-        folders, the name of the folder is part of each name. Returns None if some puzzle identifiers have no
-        names.
+        folders, the name of the folder is part of each name. If even one puzzle identifier of the model or of
+        the dataset has no name, returns None.
         """
         with_folders = len(self.folders) > 1 or len(data.folders) > 1
         known, data_keys = (identities.keys(with_folders=with_folders) for identities in (self, data))
@@ -122,8 +122,8 @@ class Identities:
 def identities_of(data: Dataset) -> Identities | None:
     """Returns which puzzle each puzzle identifier of a dataset stands for.
 
-    Returns None if a folder has several identifiers, but no file identifiers.json with their names. Raises
-    ValueError if the file digests.npy is not valid.
+    Returns None if any folder has several identifiers, but no file identifiers.json with their names. Raises
+    ValueError if a file digests.npy is not valid.
     """
     split = next(iter(data.splits))
     sizes = tuple(load_metadata(folder, split).num_puzzle_identifiers for folder in data.folders)

@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     Attributes:
         inputs: Tokens, int32 [batch, seq_len].
         labels: Right answers, int32 [batch, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
-        puzzle_identifiers: int32 [batch], number of each example's puzzle embedding.
+        puzzle_identifiers: int32 [batch], row of the table of puzzle embeddings for each example.
         rows: int64 [batch], index of each example in its set of puzzles. -1 for padding.
         answers: int32 [batch, answers, seq_len], several right answers of each example. None unless a run
             trains with arch.num_answers > 1.
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     inputs: torch.Tensor
     labels: torch.Tensor
     puzzle_identifiers: torch.Tensor
-    rows: torch.Tensor  # in `evaluation.test_time`, numbers of attempts instead
+    rows: torch.Tensor  # in `evaluation.test_time`: example index * number of samples + sample index
     answers: torch.Tensor | None = None
 
     @property

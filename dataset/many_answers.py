@@ -33,8 +33,9 @@ class AnswerRules:
             standard forms are equal. Example: colors are renamed in order of first use.
         find_answers: (inputs) -> (all right answers, uint8 [total, seq_len], number of right answers of each
             input, int64 [n]). The answers to an input are next to each other, in standard form.
-        count_conflicts: (inputs, answers) -> number of rules that each answer breaks, int64 [n]. -1 if an
-            answer leaves a cell without a value. None if the kind of puzzle does not count broken rules.
+        count_conflicts: (inputs, answers) -> number of rules that each answer breaks, int64 [n]. -1 if
+            the answer leaves even one cell without a value. None if the kind of puzzle does not count broken
+            rules.
         count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. If every answer of the
             model to a puzzle leaves a cell without a value, all rules of the puzzle count as broken.
     """

@@ -17,7 +17,7 @@ def random_bits(seed: int, *, stream: int, index: int, count: int) -> np.ndarray
     A smaller `count` returns the first of the same integers. Integers of different streams or indices are
     independent.
 
-    stream: Number that stands for a purpose, such as the choice of test puzzles. index: Number of the epoch,
+    stream: Number that stands for a purpose, such as the choice of test puzzles. index: Index of the epoch,
     puzzle or task.
     """
     return np.random.Philox(key=stream << 64 | seed, counter=index << 64).random_raw(count)

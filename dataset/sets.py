@@ -41,7 +41,7 @@ class PuzzleSet:
     Attributes:
         inputs, labels: Tokens, any integer dtype [num_examples, seq_len]. If `augmentation` is set, they
             contain only the examples of the original puzzle of each group, and are uint8.
-        puzzle_identifiers: [num_puzzles], number of each puzzle's learned embedding.
+        puzzle_identifiers: [num_puzzles], row of the table of learned embeddings for each puzzle.
         puzzle_indices: [num_puzzles + 1]. Puzzle p has the examples range(*puzzle_indices[p : p + 2]).
         group_indices: [num_groups + 1]. Group g has the puzzles range(*group_indices[g : g + 2]).
         augmentation: Name of the augmentation that `read` applies to make copies. If None, `inputs` and

@@ -221,7 +221,7 @@ def _orders(
 ) -> Iterator[list[int]]:
     """Yields all orders of rows in which the row at each place has the color in `target_colors`.
 
-    The color of a row is a hash. An order is a list of row numbers. Rows of the same band (a row of boxes)
+    The color of a row is a hash. An order is a list of row indices. Rows of the same band (a row of boxes)
     stay together. Columns, and the nodes of graphs, are ordered in the same way.
 
     width: Number of rows in a band. fits: Function (start of an order) -> whether to continue with it. steps:
@@ -247,8 +247,8 @@ def _orders(
 def _renames_columns(grid: np.ndarray, target: np.ndarray) -> Callable[[list[int]], bool]:
     """Returns a function that compares some columns of `grid` with the first columns of `target`.
 
-    The function takes a list of k column numbers of `grid`. It returns True if a one-to-one renaming of the
-    digits makes these columns, in this order, the first k columns of `target`.
+    The function takes the indices of k columns of `grid`, as a list. It returns True if a one-to-one renaming
+    of the digits makes these columns, in this order, the first k columns of `target`.
     """
     columns, target_columns = grid.T.tolist(), target.T.tolist()
     fixed = {(token, token) for token in range(FIRST_SYMBOL)}

@@ -37,8 +37,8 @@ def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
 def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     """Finds the model's embedding for each puzzle of a dataset.
 
-    A model may have learned one embedding vector for each puzzle of its training data. The dataset may give
-    the same puzzles other numbers ("puzzle identifiers"). So puzzles are compared by name and, in ARC, by
+    A model may have learned one embedding vector for each puzzle of its training data. In the dataset, the
+    same puzzles may have other puzzle identifiers. So puzzles are compared by name and, in ARC, by
     content. `Match.rows` contains, for each puzzle identifier, the row of the model's embedding table, or -1.
 
     Returns None in these cases:
@@ -74,10 +74,10 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def check_same_rows(trained: Dataset, data: Dataset) -> None:
-    """Raises ValueError if a test puzzle is missing in the training data, or has another number there.
+    """Raises ValueError if a test puzzle is missing in the training data, or has another identifier there.
 
-    The number of a puzzle ("puzzle identifier") is the row of its learned embedding, so the model would use a
-    wrong embedding. Does nothing if one of the datasets does not store the names of its puzzles.
+    The puzzle identifier is the row of the learned embedding, so the model would use a wrong embedding. Does
+    nothing if one of the datasets does not store the names of its puzzles.
 
     trained: Dataset that the model is trained on.
     data: Dataset that contains the test puzzles (config key `test_data_path`).
@@ -117,7 +117,8 @@ def known_puzzles(
 
     Rank 0 logs the numbers. Raises ValueError if no puzzle is known.
 
-    match: Result of `find_match`. If None, all test puzzles are selected.
+    match: The row of the model's embedding table for each puzzle identifier, from `find_match`. If None, all
+    test puzzles are selected.
     model: Name of the model for messages.
     """
     if match is None:

@@ -92,8 +92,9 @@ class Leaks:
 
         split: Split that contains the test set, such as "test".
         folders: Dataset folders of the data.
-        hashes: Result of `hash_examples` for the test set. If None, it is computed.
-        groups: bool [number of groups]. A group is a puzzle with its augmented variants. Only groups with
+        hashes: Hash of each example of the originals in the test set, uint64 [n], from `hash_examples`. If
+        None, the hashes are computed.
+        groups: bool [num_groups]. A group is a puzzle with its augmented variants. Only groups with
         True are evaluated. If None, all groups.
         puzzles: Indices of the evaluated puzzles, int64 [n]. If None, all puzzles.
         """

@@ -2,7 +2,7 @@
 
 With halting=max, all puzzles make the same number of thinking steps. With halting=act, a puzzle may halt
 earlier. The next puzzle then takes its slot, so the time depends on the mean number of thinking steps, not on
-the largest number. The answer to a puzzle does not depend on the other puzzles of the batch.
+the maximum. The answer to a puzzle does not depend on the other puzzles of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ class Race:
         """Stores which samples want to halt after a thinking step.
 
         carry: State of the batch after the step. Here, `carry.data.rows`, int64 [batch], contains puzzle
-        index * S + sample index, where S is the largest number in `samples`.
+        index * S + sample index, where S is the number of samples of each puzzle.
         wants_to_halt: Whether the model wants to halt, bool [batch].
         """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
@@ -58,7 +58,7 @@ class Race:
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
         """Returns which samples can no longer be the first to halt: bool [n].
 
-        attempts: Puzzle index * S + sample index, int [n]. S is the largest number in `samples`.
+        attempts: Puzzle index * S + sample index, int [n]. S is the number of samples of each puzzle.
         steps: Number of thinking steps that each sample has made, int [n].
         """
         lost = []

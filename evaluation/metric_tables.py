@@ -210,8 +210,8 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
 def written_value(metric: str, value: float) -> str:
     """Formats the value of a metric for people.
 
-    Accuracies have three decimals ("0.913"). Other whole numbers have none ("1,000"). Metrics that end in
-    "steps" have two decimals. All others have four significant digits.
+    The first rule that applies is used: an accuracy has three decimals ("0.913"). A whole number has none
+    ("1,000"). A metric with a name that ends in "steps" has two. All others have four significant digits.
     """
     if is_share(metric):
         return f"{value:.3f}"

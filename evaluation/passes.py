@@ -45,9 +45,10 @@ class SetResult:
         exact_accuracy_after_each_step: Fraction of solved puzzles after 1, 2, ... thinking steps. Empty with
             halting=act, with `settings`, or without labels.
         outputs: {name: array [examples, ...]}, in the order of the dataset.
-        scores: {(number of thinking steps, number of samples, selection rule, figure): sum over puzzles}. A
-            figure is "exact", for example (`Scores.sums`). Empty if `evaluate_split` got no `settings`.
-            Otherwise, the other attributes describe the largest numbers of steps and samples.
+        scores: {(number of thinking steps, number of samples, selection rule, what is counted): sum over
+            puzzles}. Example of what is counted: "exact", the right answers (`Scores.sums`). Empty if
+            `evaluate_split` got no `settings`. With `settings`, the other attributes describe the answers for
+            the largest number of steps and the largest number of samples in it.
     """
 
     metrics: dict[str, float]

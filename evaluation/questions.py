@@ -134,11 +134,12 @@ class Questions:
         """Returns the row of the model's puzzle embedding table that belongs to the puzzle.
 
         Returns None if the model has no row for the puzzle and the config has `adapt=true`. The caller must
-        then train an embedding. For a model without puzzle embeddings, returns the puzzle identifier that
-        stands for no puzzle.
+        then train an embedding. If the model has no puzzle embeddings, or if the puzzles have no names, as
+        Sudokus, returns the puzzle identifier that stands for no puzzle.
 
-        Raises ValueError if the row cannot be found, or if the keys `task` and `adapt` of the config do not
-        fit the puzzle or the model.
+        Raises ValueError if the row cannot be found, or if the config key `task` is not the name of a puzzle.
+        With `adapt=true`, also raises ValueError if the puzzle has no demonstrations, or if the model has no
+        puzzle embeddings.
         """
         number = self._find_number(puzzle, config)
         if not number or not all((path / "test" / "dataset.json").is_file() for path in self._folders):
@@ -248,7 +249,7 @@ def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo
     4. the sizes of the weights in the checkpoint, such as the vocabulary size
 
     Raises ValueError if `folders` are not valid datasets. For source 4, raises ValueError if the sizes cannot
-    be determined or fit several kinds of puzzles.
+    be determined, or if several kinds of puzzles have these sizes.
     """
     if folders is None and checkpoint.dataset_info is not None:
         return DatasetInfo.from_json(checkpoint.dataset_info, where=f"dataset description of {checkpoint}")

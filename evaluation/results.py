@@ -91,7 +91,8 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     The name is "step_120", for example, if the options are the defaults and the data are those of the
     training. Otherwise, it ends with a hash of `measured`, such as "step_120_1a2b3c4d".
 
-    measured: Result of `measured_with`, such as {"test": "1a2b...", "samples": [8]}.
+    measured: The options and data that determine the results, from `measured_with`. Example: {"test":
+    "1a2b...", "samples": [8]}.
     """
     if "data" not in measured:  # the test splits are those of the training, so their hash adds nothing
         measured = {key: value for key, value in measured.items() if key != "test"}
@@ -102,11 +103,12 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 def write_measured(
     folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, checkpoint: str | None
 ) -> None:
-    """Writes `measured`, the result of `measured_with`, to measured.json in a folder.
+    """Writes the options and data of an evaluation to measured.json in a folder.
 
     If the folder contains results with other options, other data or another checkpoint, deletes these results
     first.
 
+    measured: Options and data that determine the results, such as {"samples": [8]}, from `measured_with`.
     data: Dataset folders of the evaluation.
     checkpoint: Path or address of the checkpoint, which is also stored. None for the default folder of the
     checkpoint (`name_of`). If a default folder has no measured.json, its results count as results with

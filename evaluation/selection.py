@@ -1,8 +1,8 @@
 """Selects one of several samples of a puzzle, and counts right answers and thinking steps.
 
 A sample is one of several answers of a model to a puzzle, with its own random noise. No selection rule uses
-labels. Each rule picks the sample that minimizes one number, for example the number of thinking steps. Among
-equally good samples, the one with the largest q_halt is selected, then the one with the lowest index. In a
+labels. Each rule compares one number of each sample, for example its number of thinking steps. Among equally
+good samples, the one with the largest q_halt is selected, then the one with the lowest index. In a
 search (LDT), q_halt has no effect. All sums are integers, so they do not depend on the number of ranks or on
 the batch size.
 """
@@ -33,7 +33,7 @@ ANSWER_AT: dict[str, AnswerAt] = {
     "residual": "end",
     "rules": "end",
 }
-ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACLE`, figure
+ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACLE`, what is counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Settings:
 class Samples(NamedTuple):
     """The answers of all samples of some puzzles. Arrays are [puzzles, samples].
 
-    preds       uint8 or int32 [puzzles, samples, seq_len]: tokens of the answer
+    preds       [puzzles, samples, seq_len]: tokens of the answer. uint8 if there are at most 256 different
+                tokens, otherwise int32
     q_halt      float32: the model's logit of "the answer is right"
     steps       int32: number of thinking steps up to the answer
     has_halted  bool: whether the model wanted to halt after any thinking step
@@ -137,7 +138,12 @@ def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
 
 
 def predicted_tokens(logits: Tensor) -> Tensor:
-    """Returns the token with the largest logit in every cell: uint8 or int32 [batch, seq_len]."""
+    """Returns the token with the largest logit in every cell: [batch, seq_len].
+
+    uint8 if there are at most 256 different tokens, otherwise int32.
+
+    logits: [batch, seq_len, tokens].
+    """
     return logits.argmax(-1).byte() if logits.shape[-1] <= 256 else logits.argmax(-1).int()
 
 
@@ -151,11 +157,11 @@ class Scores:
     is_search: Whether the model is a search (LDT).
 
     Attributes:
-        sums: {(number of steps, number of samples, selection rule, figure): sum over puzzles}. Figures are
-            "exact" (the answer equals the label), "valid" (the answer obeys the rules, counted only with
-            `rules`), "calls" (thinking steps of all samples together), and "undecided" (no answer, only for a
-            search). In place of a selection rule, "any" counts a puzzle if any sample is right (not for a
-            search).
+        sums: {(number of steps, number of samples, selection rule, what is counted): sum over puzzles}. A
+            selection rule, such as "vote", picks one sample of each puzzle. In place of a rule, "any" means
+            that a puzzle counts if any of its samples is right (not for a search). These are counted: "exact"
+            (the answer equals the label), "valid" (the answer obeys the rules, only with `rules`), "calls"
+            (thinking steps of all samples together), and "undecided" (no answer, only for a search).
     """
 
     def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):

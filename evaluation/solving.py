@@ -45,8 +45,9 @@ class Step:
 
     Arrays have the shape [rows, columns] of the puzzle's grid.
 
-    number         Number of the step, from 1.
-    tokens         uint8 or int32 [seq_len]: Tokens of all cells, with padding.
+    number         Index of the step, from 1.
+    tokens         [seq_len]: Tokens of all cells, with padding. uint8 if there are at most 256 different
+                   tokens, otherwise int32.
     grid           Symbols of the cells, as texts.
     confidence     float32: Probability that the model gives to the symbol of each cell.
     changed        bool: Whether the cell differs from the step before (in the first step: from the puzzle).
@@ -106,7 +107,7 @@ class Answer(Step):
 
     @property
     def halting_step(self) -> int | None:
-        """The number of the first step after which the model would halt. None if it would never halt."""
+        """The first step (from 1) after which the model would halt. None if it would never halt."""
         return next((step.number for step in self.steps if step.wants_to_halt), None)
 
     def __str__(self) -> str:
@@ -126,7 +127,8 @@ def answer_puzzle(
 ) -> Answer:
     """Solves one puzzle, and records the answer after each thinking step.
 
-    Raises ValueError if the config does not fit the model or the puzzle.
+    Raises ValueError if the config has an option without effect on this kind of model, if all samples would
+    be identical, or if `select` is "rules" and the puzzle has no rules.
 
     model: Model in evaluation mode, for puzzles of this size.
     config: Config of solve.py, such as the number of thinking steps and the number of samples.
@@ -209,11 +211,12 @@ def _first_to_halt(
 ) -> int:
     """Runs samples of a search model (LDT) on one puzzle, until the first sample halts.
 
-    Returns the index of this sample, or -1 if no sample halts. The docstring of this file says when the
-    samples start.
+    Returns the index of this sample, or -1 if no sample halts. First, 8 samples start. Every 16 thinking
+    steps, as many samples start as have started before. If all running samples end without an answer, the
+    next samples start at once.
 
     batch: Batch that contains only the puzzle.
-    num_samples: Largest number of samples.
+    num_samples: Maximum number of samples to start.
     on_step: Function that is called with the output of each thinking step.
     """
     (attempts,) = split_into_attempts(iter([batch]), num_samples=num_samples, num_slots=num_samples)

@@ -1,8 +1,9 @@
 """Test-time compute: evaluates several samples of every puzzle, with more thinking steps than in training.
 
-A slot works on an attempt: one sample of a puzzle. An attempt makes the largest number of thinking steps.
-With halting=act, and always in a search (LDT), the attempt ends earlier if the model halts. In a search
-without `runs_all`, the attempt also ends if another sample of the puzzle has halted first.
+A slot works on an attempt: one sample of a puzzle. An attempt makes as many thinking steps as the largest of
+the numbers of steps to evaluate. With halting=act, and always in a search (LDT), the attempt ends earlier if
+the model halts. In a search without `runs_all`, the attempt also ends if another sample of the puzzle has
+halted first.
 
 `run_settings` also counts the answers for every smaller number of steps and samples. Example: an attempt of
 64 steps also gives the answer after step 16, and 8 samples include the first 4. So all settings together cost
@@ -36,7 +37,8 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 
     Returns (settings of the thinking steps, numbers of steps and samples to evaluate). The second is None if
     halt_max_steps is not a list of several numbers, and samples, select and retry_samples have their
-    defaults. Raises ValueError if an option does not fit the model.
+    defaults. Raises ValueError if the config has an option without effect on this kind of model, such as
+    noise for a model that keeps no state, or if all samples of a puzzle would be identical.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -55,10 +57,11 @@ def reasoning_of_samples(
 ) -> Reasoning:
     """Returns the settings of the thinking steps, such as noise and early halting.
 
-    All samples of a puzzle have the same settings. Raises ValueError if an option of the config does not fit
-    the model, or if all samples of a puzzle would be identical.
+    All samples of a puzzle have the same settings. Raises ValueError if the config has an option without
+    effect on this kind of model, such as noise for a model that keeps no state, or if all samples of a puzzle
+    would be identical.
 
-    max_steps: Largest number of thinking steps.
+    max_steps: Number of thinking steps of a sample that does not halt earlier.
     num_samples: Number of samples of each puzzle.
     """
     network = model.network
@@ -103,7 +106,7 @@ def build_draw(
     """Returns a function that creates the random numbers for the next thinking step.
 
     The function takes the state of the batch (`Carry`), and returns None if nothing is random. The random
-    numbers depend only on the seed, the puzzle, the number of the sample, and the number of the step.
+    numbers depend only on the seed, the puzzle, the sample index, and the index of the step.
 
     num_samples: Number of samples of each puzzle. `carry.data.rows` must contain puzzle index * num_samples +
     sample index (from 0).
@@ -143,7 +146,8 @@ class HistoryNetwork(nn.Module):
     history.*  number of steps, newest logits, whether the network wanted to halt after any step, and the
                changes of the logits in the last 3 steps (_RESIDUAL_STEPS)
 
-    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step).
+    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], index of the thinking step
+    that gave the answer, from 1).
     """
 
     def __init__(self, network: Network, *, vocab_size: int):
@@ -225,7 +229,7 @@ def run_settings(
     If `scores.settings.retry_samples` is set, puzzles without an answer get more samples at the end, with
     other random numbers. Only the outputs of these samples are then yielded for such a puzzle.
 
-    reasoning: Settings of the thinking steps. max_steps is the largest number of steps.
+    reasoning: Settings of the thinking steps. Its max_steps is the largest number of steps to evaluate.
     num_slots: Number of slots of this rank. Each sample takes one slot.
     vocab_size: Number of different tokens.
     scores: Receives the counts. `scores.settings` has the numbers of thinking steps and of samples.

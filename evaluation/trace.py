@@ -21,7 +21,8 @@ MOST_TOKENS = 31  # bits of a mask. A browser's integers have 32 bits
 class Trace(NamedTuple):
     """The answers of a model to a batch of puzzles, after each thinking step.
 
-    preds          uint8 or int32 [batch, steps, seq_len]: Most likely token of each cell.
+    preds          [batch, steps, seq_len]: Most likely token of each cell. uint8 if there are at most 256
+                   different tokens, otherwise int32.
     confidence     float32 [batch, steps, seq_len]: Probability of this token, by stablemax if the loss of the
                    model has stablemax (arch.loss.loss_type), else by softmax.
     q_halt         float32 [batch, steps]: The model's logit of "the answer is right".
@@ -56,8 +57,8 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
 
     model: Model in evaluation mode.
     seed: Seed of the random noise.
-    max_steps: Number of thinking steps. If it is None or larger than in an evaluation, the number of an
-    evaluation.
+    max_steps: Number of thinking steps. The model makes no more steps than an evaluation allows
+    (arch.eval_halt_max_steps, or arch.halt_max_steps if that is not set). If None, it makes that many.
     """
     assert not model.training
     reasoning = dataclasses.replace(model.eval_reasoning("max"), halting="max")  # for a search, too

@@ -185,6 +185,7 @@ def build_rerun(
     Builds the dataset if it is missing. Chooses the number of training steps so that the training costs the
     planned number of operations.
 
+    plan, model_name: Content of records/comparison.yaml, and a key of its section `models`.
     training: Entry of the plan with the benchmark task ("rung") and the number of operations ("petaflops").
     overrides: More key=value arguments of pretrain.py.
     forward_dtype: Dtype, unless the plan sets one for the model.

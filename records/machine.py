@@ -54,7 +54,8 @@ def find_format(
     """Returns the name of the dtype for the trainings in a folder, such as "bfloat16".
 
     If the folder has trainings, it is their dtype. Otherwise it is `requested`, or the dtype in `config`, or
-    else the fast one on this device. Raises ValueError if two of the first three are set and differ.
+    else the fast one on this device. Raises ValueError if two of these differ: the dtype of the trainings in
+    the folder, `requested`, and the dtype in `config`.
 
     requested: Value of the option --dtype. None if the option is not set.
     stored: Dtype of earlier results in the folder. If None, it is read from the folder.

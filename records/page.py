@@ -27,7 +27,7 @@ _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # records on each side, to sm
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
     """Returns the new contents of README.md, records/README.md and docs/curve.svg: {path: text}.
 
-    Both pages change only between two marker lines. Raises ValueError if a page lacks them.
+    Both pages change only between two marker lines. Raises ValueError if a page does not have these lines.
 
     root: Folder of the repository. folder: Folder records/, from which the results are read.
     """

@@ -36,7 +36,8 @@ def write_record(
     Replaces earlier results with the same instruction set and dtype. If their sentence `change` is another
     one, a summary of them is added to "history". Returns the folder of the logs.
 
-    result: What `python -m records` prints as JSON.
+    result: Statistics over the seeds and facts about the machine, such as {"rung": "maze", "goal": 0.9, ...}.
+    `python -m records` prints them as JSON.
     rows: {seed: records of the log}. The stored logs are shortened.
     change: Sentence that says what has changed since the earlier results.
     folder: Folder that contains a folder for each task.

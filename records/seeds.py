@@ -86,8 +86,9 @@ class Rerun:
     def check(self, seeds: Iterable[int]) -> None:
         """Checks the settings of all trainings before anything runs.
 
-        Raises ValueError if the config of a training is invalid. Exits the program if the folder contains a
-        run with other settings, or one that started before the training before it had all its steps.
+        With one seed, several trainings may follow each other. Raises ValueError if the config of any
+        training is invalid. Exits the program if the folder contains a run with other settings. Also exits
+        the program if a run has started although the training before it did not reach its last step.
         """
         for seed in seeds:
             before = None
@@ -275,9 +276,9 @@ def _without_folders(command: list[str]) -> list[str]:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns the mean of a metric over test sets, in a log's last evaluation.
+    """Returns the mean of a metric over test sets, in the last evaluation of a log that has the metric.
 
-    Returns None if the metric was not logged.
+    Returns None if no evaluation has it.
 
     metric: Name without split and test set, such as "exact_accuracy". of: Split, "eval" or "validation".
     """

@@ -98,7 +98,7 @@ def line_chart(
     """Draws lines into one chart. Returns None if there are no points.
 
     share: Whether the y values are fractions in [0, 1]. It selects the format of the numbers.
-    log_y: Whether the y axis is logarithmic. Has no effect if a y value is not positive.
+    log_y: Whether the y axis is logarithmic. Has no effect if any y value is 0 or negative.
     from_zero: Whether the y axis starts at 0.
     integer_x: Whether the x axis has only integer ticks.
     y_range: (lowest, highest) y of the axis. If None, matplotlib chooses it.

@@ -19,7 +19,8 @@ def compute_chart(
 
     The chart has a line for each number of samples. Returns None if there are no points.
 
-    settings: Accuracies on one test set, the list "corners" of scaling.json (see `scaling_of`).
+    settings: Accuracies on one test set, the list "corners" of scaling.json. Example of an entry: {"steps":
+    16, "samples": 4, "ways": {"vote": {"exact_accuracy": 0.9, "calls": 60, ...}, ...}}.
     by: Rule that selects one of the samples, a key of "ways", such as "vote" for the most frequent answer.
     has_oracle: Whether dashed lines show the fraction of puzzles with at least one correct sample.
     options: More arguments of `line_chart`.

@@ -48,8 +48,8 @@ def write_report(
         folder: Run folder.
         output: File to write. If None, report.html in the run folder.
         data: Dataset folders to take the shown test puzzles from. If None, the data of the run.
-        num_puzzles: Number of test puzzles that the model solves, rounded up to a multiple of the number of
-            test sets. A search model (LDT) solves at most 40. If 0, the model does not run.
+        num_puzzles: Maximum number of test puzzles that the model solves, rounded up to a multiple of the
+            number of test sets. A search model (LDT) solves about 40 at most. If 0, the model does not run.
         traced: Test puzzles and the answers of the model to them. If given, `data` and `num_puzzles` have no
             effect.
         evaluation: Folder of the evaluation to report. If None, the newest one with default options, from
@@ -58,8 +58,9 @@ def write_report(
         warn: Function that is called with the text of each warning.
 
     Raises:
-        ValueError: The folder has no run, `data` does not fit the model, matplotlib is missing, or the page
-            cannot be written.
+        ValueError: The folder has no run, matplotlib is missing, or the page cannot be written. With `data`:
+            the checkpoint or the data are missing, the model was trained on another vocabulary or another
+            puzzle size, or it has no embedding for any puzzle.
     """
     check_packages()
     run = read_run(folder, evaluation=evaluation)

@@ -75,7 +75,7 @@ def _parameter_chart(
 
     The result of a trial is a mean over seeds.
 
-    key: Name of the hyper-parameter. If it has a list of choices, x is the number of the choice (1, 2, ...),
+    key: Name of the hyper-parameter. If it has a list of choices, x is the position in this list (1, 2, ...),
     and the caption lists the choices.
     trials: Completed trials.
     importance: Fraction of the variance of the results that the hyper-parameter explains, for the caption.

@@ -223,7 +223,7 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
     The column "p" is the p-value of a t-test. The test compares the accuracies of the runs in this row with
     the accuracies of the runs in the first row. Raises ValueError for an unknown column.
 
-    groups: Result of `group_runs`. The runs of a group differ only in the seed.
+    groups: Groups of runs that differ only in the seed, from `group_runs`.
     columns: Columns to show. A column has a default name such as "solved", or is a metric of the log such as
     "train/lm_loss" or "accuracy" (mean over test sets). If None, all default columns that are not empty.
     """

@@ -88,7 +88,8 @@ def trace_of_run(
 ) -> TracedPuzzles:
     """Runs the model of a run on test puzzles, and returns its answer after each thinking step.
 
-    Raises ValueError if the checkpoint or the data are missing, or do not fit each other.
+    Raises ValueError if the checkpoint or the data are missing, if the model was trained on another
+    vocabulary or another puzzle size, or if it has no embedding for any test puzzle.
 
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
@@ -122,8 +123,9 @@ def trace_puzzles(
 ) -> TracedPuzzles:
     """Runs a model on test puzzles, and returns its answer after each thinking step.
 
-    Each puzzle gets the largest number of thinking steps, even if the model would halt earlier. The puzzles
-    are evenly spaced in the test sets, without augmented variants.
+    Every puzzle gets all thinking steps that an evaluation allows (arch.eval_halt_max_steps, or
+    arch.halt_max_steps if that is not set), even if the model would halt earlier. The puzzles are evenly
+    spaced in the test sets, without augmented variants.
 
     num_puzzles: Number of puzzles. Each test set gets an equal part, rounded up. For a search model (LDT),
     the number is at most 40. If the answers after all steps need too much memory, the number is smaller.
@@ -227,7 +229,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
     input, label      list of tokens
     answers           for each step, a list of tokens
     confidences       for each step, the confidence in each cell: a list of integers from 0 to 100
-    stays_right_from  number of the first step from which the answer stays right. null if the last answer is
+    stays_right_from  the first step (from 1) from which the answer stays right. null if the last answer is
                       wrong or the puzzle has no label
     is_undecided      whether a search model (LDT) ended without an answer
     rated             for each step, from 0 to 100: the predicted probability that the answer is right. For a
@@ -271,9 +273,9 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
 
 def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
-    """Returns token values that an answer never changes, such as the wall of a maze.
+    """Returns token values that a right answer never changes, such as the wall of a maze.
 
-    If a cell of the input has such a value, the same cell of the label has it too, in all puzzles.
+    If a scored cell of the input has such a value, the same cell of the label has it too, in all puzzles.
     """
     is_counted, is_same = puzzles.labels != IGNORE_LABEL_ID, puzzles.inputs == puzzles.labels
     if (first := puzzles.info.style.first_of_field) is not None:
@@ -303,10 +305,12 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
 
 
 def pack(content: Mapping[str, Any], *, max_bytes: int = MAX_PICTURES_BYTES) -> tuple[str, int]:
-    """Compresses the result of `picture_data`. Returns (base64 text, number of puzzles in it).
+    """Compresses the data for drawing puzzles. Returns (base64 text, number of puzzles in it).
 
-    If the text is longer than `max_bytes`, leaves out every second puzzle until it fits or one puzzle is
-    left.
+    If the text is longer than `max_bytes`, leaves out every second puzzle, until the text is short enough or
+    only one puzzle is left.
+
+    content: {"puzzles": list, ...}, from `picture_data`.
     """
     puzzles = content["puzzles"]
     while True:

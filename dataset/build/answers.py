@@ -22,7 +22,7 @@ def split_classes(
     A class is a set of inputs, such as graphs that differ only in the order of their nodes. Classes become
     test inputs in random order, until the next class would give more than `most_tests` test inputs.
 
-    classes: Number of the class of each input, from 0, int64 [n].
+    classes: Index of the class of each input, int64 [n].
     """
     order = random_orders(random_bits(seed, stream=_SPLIT, index=0, count=classes.max() + 1))
     is_test_class = np.bincount(classes)[order].cumsum() <= most_tests

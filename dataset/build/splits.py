@@ -233,27 +233,29 @@ def make_split(
     group_sizes: np.ndarray | None = None,
     **others: Any,
 ) -> Split:
-    """Creates a split from examples. All puzzles are in one set, named "all".
+    """Creates the training or test split of a dataset from pairs (input, label).
 
-    A group is a puzzle and its variants, or several puzzles (see `group_sizes`). Token 0 is padding, and
-    labels of 0 are not scored.
+    The split has one set of puzzles, named "all". A group is a puzzle and its variants, or several puzzles
+    (see `group_sizes`). Token 0 is padding, and labels of 0 are not scored.
 
     Args:
         pairs: Inputs and labels of n puzzles, without variants, uint8 [n, 2, cells]. If each puzzle has
             several examples, uint8 [n, examples, 2, cells].
         vocab_size: Number of different tokens.
-        augmentation: Name of the family of `transforms` in `AUGMENTATIONS`, such as "sudoku".
+        augmentation: Name of the family of `transforms` in `AUGMENTATIONS`, such as "sudoku". Without
+            `transforms`, it has no effect.
         transforms: Transforms that make the puzzles of each group, uint8 [n, 1 + variants, bytes]. The first
             transform of each group changes nothing. If None, there are no variants.
-        held_out: Test split. If an input of a variant equals a test input with the same puzzle identifier,
-            the original replaces the variant. Labels are not compared. If None, this is not checked.
+        held_out: Test split. Its set "all" has one example for each puzzle, and no transforms. If an input of
+            a variant equals a test input with the same puzzle identifier, the original replaces the variant.
+            Labels are not compared. If None, this is not checked. Without `transforms`, it has no effect.
         materialize: Whether the split contains the tokens of the variants instead of their transforms.
-        identifiers: Puzzle identifier (number of a learned embedding) of each puzzle, [n]. Variants have that
-            of their original. If None, all are 0.
+        identifiers: Puzzle identifier (row of the table of learned embeddings) of each puzzle, [n]. Variants
+            have the identifier of their original. If None, all identifiers are 0.
         num_identifiers: Number of puzzle identifiers in the dataset.
         group_sizes: Number of puzzles in each group, [groups]. Their sum is n. Example: with [2, 3], the
-            first two puzzles are a group. Not supported together with `transforms`. If None, each puzzle is a
-            group, together with its variants.
+            first two puzzles are a group. Do not pass it together with `transforms`. This is not checked. If
+            None, each puzzle is a group, together with its variants.
         **others: Other fields of `Metadata`, such as `num_columns`.
     """
     pairs = pairs.reshape(len(pairs), -1, *pairs.shape[-2:])

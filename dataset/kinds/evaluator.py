@@ -24,7 +24,8 @@ class Answers(NamedTuple):
         inputs: Tokens, int32 [n, seq_len]. n may be 0.
         labels: Right answers, int32 [n, seq_len]. IGNORE_LABEL_ID (-100) for cells that are not scored.
         puzzle_identifiers: Index of each example's puzzle embedding, int32 [n].
-        preds: Most probable token of each cell, uint8 or int32 [n, seq_len].
+        preds: Most probable token of each cell, [n, seq_len]. uint8 if there are at most 256 different
+            tokens, otherwise int32.
         q_halt: Logit of the predicted probability that the answer is right, float32 [n].
         is_decided: Whether a search model (LDT) found an answer, bool [n]. None for other models.
         num_samples: Number of answers to each example. With 3, rows 0 to 2 of all arrays belong to the first
@@ -71,7 +72,7 @@ class Evaluator(Protocol):
         Returns {set: {metric: value}}, for example {"all": {"sudoku/exact_accuracy": 0.91, "sudoku/count":
         1000}}. A test set without an answer that counts is left out.
 
-        partials: Result of `partial` on every rank.
+        partials: The counts of each rank, from `partial`.
         """
 
     def write(self, folder: Path) -> None:

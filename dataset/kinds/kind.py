@@ -42,9 +42,9 @@ class Style:
             number.
         ansi: {token: ANSI color codes for a terminal, such as "30;102"}.
         colors: {token: background color of a cell as #rrggbb}, for pictures and HTML pages.
-        regions: {number of cells of a grid: number of each cell's region, row by row}. Example of a region: a
-            box of a Sudoku. Pages and pictures draw thicker lines between regions. A terminal has lines only
-            if some region is not a rectangle.
+        regions: {number of cells of a grid: index of the region of each cell, row by row}. Example of a
+            region: a box of a Sudoku. Pages and pictures draw thicker lines between regions. A terminal has
+            lines only if some region is not a rectangle.
         gap: Text between the cells of a row in a terminal. It is not used in a row with lines between
             regions.
         marks_new: Whether the cells in which an answer differs from the puzzle are drawn in another color.
@@ -82,7 +82,7 @@ class Puzzle:
     """A puzzle that a user wants to solve.
 
     Attributes:
-        tokens: Input, uint8 or int32 [seq_len].
+        tokens: Input, [seq_len]. int32 if `read_symbols` created the puzzle, otherwise uint8.
         vocab_size: Number of different tokens in datasets of such puzzles.
         rules: Function (inputs, answers) -> whether each answer obeys the rules, bool [n]. Both arguments are
             tokens, [n, seq_len]. None if the kind of puzzle has no rules.
@@ -223,12 +223,12 @@ class Kind:
             They have the size of the dataset's puzzles. None if the kind cannot generate puzzles.
         names_symbols: Whether the symbols of the tokens differ between datasets of this kind. Each dataset
             then lists them in its metadata (`Metadata.symbols`).
-        groups: Function (metadata) -> lists of cell numbers. The cells of one list must have different
+        groups: Function (metadata) -> lists of cell indices. The cells of one list must have different
             symbols, such as the cells of a row of a Sudoku. Web pages check answers with these lists. None if
             the kind also has other rules.
-        accepts: Rules of a kind such as queens, for which an answer that differs from the label may be right.
-            A drawing then marks no cell of an accepted answer as wrong. If None, drawings compare every
-            answer with the label.
+        accepts: Function (inputs, answers) -> whether each answer is right, bool [n]. For kinds such as
+            queens, for which an answer that differs from the label may be right. A drawing then marks no cell
+            of a right answer as wrong. If None, drawings compare every answer with the label.
         title: Name in headings. If empty, the name with a capital letter.
         plural: Word for several puzzles, such as "mazes".
     """

@@ -178,7 +178,8 @@ class ArcEvaluator:
         docs/metrics.md describes the metrics. Raises ValueError if the input of an example is not a test
         input of its task.
 
-        partials: Result of `partial` on every rank.
+        partials: (votes, number of examples with an input that is no test input of their task) of each rank,
+        from `partial`.
         """
         if num_unknown := sum(count for _, count in partials):
             shown = f"{num_unknown} test examples match no test input of their task in {TEST_PUZZLES}"

@@ -75,7 +75,7 @@ def _same_color(nodes: np.ndarray) -> np.ndarray:
 def count_conflicts(inputs: np.ndarray, answers: np.ndarray) -> np.ndarray:
     """Counts the edges that join two nodes of the same color: int64 [n].
 
-    The count is -1 if a node has no color. inputs, answers: Graphs and answers, tokens [n, cells].
+    The count is -1 if any node has no color. inputs, answers: Graphs and answers, tokens [n, cells].
     """
     nodes = _nodes(answers)
     conflicts = (_edges(inputs) & _same_color(nodes)).sum(axis=1)

@@ -104,7 +104,7 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
 def _read(files: Sequence[Path], *, column_names: str | None) -> list[np.ndarray]:
     """Reads mazes and answers from CSV files.
 
-    Returns tokens, uint8 [n, 2, cells], for each file. Axis 1 is (maze, answer). Warns if an answer is not
+    Returns tokens, uint8 [n, 2, cells], for each file. Axis 1 is (maze, answer). Warns if any answer is not
     the shortest path that the published datasets mark (`rules.published_answers`).
 
     column_names: Value of --columns, such as "quiz,solution". If None, the usual names are searched.

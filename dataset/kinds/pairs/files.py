@@ -208,7 +208,8 @@ def parse_grid(grid: Any, name: str, *, symbols: Sequence[str]) -> Cells:
 def parse_pair(row: dict, *, where: str) -> Pair:
     """Converts a dict {"input": ..., "output": ...} from a file to a pair.
 
-    The dict may also contain "task" and "split". Raises ValueError if a value is missing or not valid.
+    The dict may also contain "task" and "split". Raises ValueError if "input" or "output" is missing, or if
+    any of the four values is not valid.
 
     where: File and line of the dict. The pair stores this text for messages.
     """

@@ -76,7 +76,9 @@ class SudokuPuzzle(Puzzle):
 def read_puzzles(text: str) -> list[Puzzle]:
     """Reads one or more Sudokus from a text: rows of cells, drawings with frames, or one puzzle in each line.
 
-    Raises ValueError if a Sudoku is not valid. If there are several, the message contains the line.
+    Raises ValueError if a Sudoku is not valid, for example because a row has a digit twice. If the text has
+    several Sudokus, the message starts with the line where the wrong one begins, such as "line 5: ". A Sudoku
+    without a solution raises no error here, but in `SudokuPuzzle.remark`.
     """
     grids, puzzles = read_grids(text), []
     for grid in grids:

@@ -2,7 +2,8 @@
 
 A box is `(rows, columns)`. A grid of such boxes has n = rows * columns digits, n rows, n columns and n boxes.
 Example: boxes of 3x3 cells make a 9x9 grid. A grid is a flat array of n * n digits, row by row. 0 is an empty
-cell. The solver works on bitboards. A bitboard is an integer with one bit for each cell, cell 0 the lowest.
+cell. The solver works on boards. A board is an integer with one bit for each digit in each cell. Bit
+`digit * n * n + cell`, with digits from 0, is set if the cell may hold the digit.
 """
 
 import functools
@@ -84,8 +85,8 @@ class _Boards(NamedTuple):
         every_digit: Board with cell 0 of every digit. If bit c of an integer is set for each cell c of a set,
             its product with `every_digit` is the board with these cells for every digit.
         units: [(firsts, offsets, spread) of the rows, of the columns, of the boxes]. `firsts` is the board
-            with the first cell of each unit, for every digit. `offsets` are the numbers of the cells of a
-            unit, minus the number of its first cell. If a board contains only some bits of `firsts`, its
+            with the first cell of each unit, for every digit. `offsets` are the indices of the cells of a
+            unit, minus the index of its first cell. If a board contains only some bits of `firsts`, its
             product with `spread` is the board with all cells of these units, for the same digits.
         after_clue: One mask for each bit. `board & after_clue[bit]` removes the digit of the bit from the
             other cells of its row, column and box.
@@ -127,7 +128,10 @@ def boards_of(box: Box) -> _Boards:
 
 
 def digits_of(solution: int, box: Box) -> list[int]:
-    """Converts a solved board (an integer, see `_Boards`) to digits, row by row."""
+    """Converts a solved board to digits, row by row.
+
+    solution: Integer in which bit `digit * num_cells + cell` is set if the cell has the digit, from 0.
+    """
     size, num_cells = boards_of(box)[:2]
     grid = [0] * num_cells
     for digit in range(size):
@@ -151,7 +155,10 @@ def search_boards(
     unplaced: int | None = None,
     guesses: Iterator[int] | None = None,
 ) -> Iterator[int]:
-    """Yields all solutions of a Sudoku, given and returned as boards (integers, see `_Boards`).
+    """Yields all solutions of a Sudoku as boards.
+
+    A board is an integer. Bit `digit * num_cells + cell`, with digits from 0, is set if the cell may hold the
+    digit. In a solution, each cell has one digit.
 
     Args:
         board: Board with the digits that each cell may hold.

@@ -34,7 +34,7 @@ def draw_symmetries(seed: int, *, stream: int, index: int, count: int, box: Box)
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
     """Samples orders of rows that keep each band (row of boxes) together: int64 [count, rows].
 
-    Entry i of an order is the number of the row that moves to row i. The function is also used for columns.
+    Entry i of an order is the index of the row that moves to row i. The function is also used for columns.
 
     blocks: Random integers for the order of the bands, uint64 [count, bands]. in_blocks: Random integers for
     the order of the rows within each band, uint64 [count, bands, rows of a band].
