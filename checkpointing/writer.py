@@ -137,10 +137,11 @@ class CheckpointWriter:
     def _files_of_all(self, name: str, of_rank_0: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Waits until all ranks have written their files. Only rank 0 calls it.
 
-        Returns {file name: {"bytes": size, "sha256": hash}}. Raises RuntimeError if a rank failed, or did not
-        report its files in time.
+        Returns {file name: {"bytes": size, "sha256": hash}} with the files of all ranks. Raises RuntimeError
+        if any rank failed, or did not report its files in time.
 
         name: Name of the temporary folder. Ranks other than 0 report their files under this name.
+        of_rank_0: What `_write_local` returned on rank 0.
         """
         of_ranks = [of_rank_0]
         if world_size() > 1:

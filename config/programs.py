@@ -155,7 +155,8 @@ class PageConfig(Strict):
 class SearchConfig(Strict):
     """The config of search.py, which searches hyperparameters. config/search.yaml explains its keys.
 
-    All other keys on the command line of search.py are passed to pretrain.py.
+    Other keys on the command line are those of pretrain.py. A key with one value is passed to every training,
+    and a key with several values is searched. The search sets run_name, checkpoint_path and resume itself.
     """
 
     YAML: ClassVar[str] = "search"

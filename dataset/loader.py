@@ -200,12 +200,12 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
 def choose_rows(
     puzzle_set: PuzzleSet | ConcatenatedSet, count: int, puzzles: np.ndarray | None = None
 ) -> np.ndarray:
-    """Selects up to `count` examples of a set, evenly spaced.
+    """Returns the indices (rows) of up to `count` examples of a set, evenly spaced: int64, ascending.
 
-    Augmented copies are left out. If `puzzles` contains only augmented copies, they are not left out. Returns
-    the indices of the examples, int64, ascending.
+    A puzzle has one or more examples. Only the first puzzle of each group is used, which is not an augmented
+    copy. Exception: if `puzzles` contains no first puzzle of a group, all of `puzzles` are used.
 
-    puzzles: Indices of the puzzles to choose from, int64 [n]. If None, chooses from all puzzles.
+    puzzles: Indices of the puzzles to choose from, ascending, int64 [n]. If None, chooses from all puzzles.
     """
     if puzzles is None:
         rows = original_rows(puzzle_set)

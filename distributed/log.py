@@ -112,9 +112,10 @@ def warning(message: str) -> None:
 
 @contextlib.contextmanager
 def warn_once(name: str, *, then: str = "The run continues without it.") -> Iterator[None]:
-    """Context manager that turns any exception into a warning, so that the run continues.
+    """Context manager that turns any `Exception` into a warning, so that the run continues.
 
-    The console shows only the first warning with the same name and the same `then`.
+    The console shows only the first warning with the same name and the same `then`. The log file of the rank
+    has all of them.
 
     name: First words of the warning. Example: "the upload" gives "the upload failed (...)".
     then: Last sentence of the warning.

@@ -49,8 +49,9 @@ class SharedTensors:
     def all_gather_(self, local_range: slice) -> None:
         """Copies a range of this rank's tensor into the tensors of all other ranks.
 
-        All ranks call it, with disjoint ranges. There is no barrier at the start. So a faster rank may
-        overwrite its range in this rank's tensor before this rank calls the method.
+        All ranks call it, with disjoint ranges. When the method returns, all copies are complete. It does not
+        wait at the start: another rank may write its range into this rank's tensor before this rank calls the
+        method.
         """
         for index, other in enumerate(self.of_ranks):
             if index != self._ranks.index:

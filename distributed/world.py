@@ -194,10 +194,10 @@ def may_restart() -> bool:
 
 
 def value_of_launch(key: str, value: str) -> str:
-    """Returns the value that the first process of a torchrun job stored under a key.
+    """Returns one value for all processes of a torchrun job. Example: the random name of a run.
 
-    If the key has no value yet, stores `value` and returns it. After torchrun has restarted the processes,
-    they get the same value again. Example: the random name of a run. torchrun must serve the key-value store
+    It is the `value` of the process that calls first with this key. After torchrun has restarted the
+    processes, they get the same value again. torchrun must serve the key-value store
     (`agent_serves_store`).
     """
     # Only torchrun's store outlives the processes.

@@ -63,16 +63,18 @@ class Flow(TokenNetwork):
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = L(z_H, z_L)
         logits = lm_head(z_H at the cells)
-        q_halt, q_continue = q_head(z_H at position 0)
+        q_halt = q_head(z_H at position 0; with arch.conv=instead, the mean of z_H over positions)
 
-    x is [batch, cells, vocab]. In training, x is by default (1 - t) x0 + t * (right answer, one-hot) at a
-    random time t. In an evaluation, x starts as x0, and each thinking step moves x towards the predicted
-    answer. With sde_noise > 0, each thinking step first adds noise to x.
+    The positions are those of the puzzle embedding, if the model has one, and then the cells. x is [batch,
+    cells, vocab]. In training, x is by default (1 - t) x0 + t * (right answer, one-hot) at a random time t.
+    In an evaluation, x starts as x0, and each thinking step moves x towards the predicted answer. If
+    sde_noise > 0, each thinking step of an evaluation first moves x back in time with new noise.
 
     W_x is a learned matrix, and time_mlp a small MLP. z_H and z_L are hidden states, [batch, positions,
     hidden]. L(z, y) applies a stack of transformer blocks to z + y. All calls of L in the last
     `gradient_cycles` H cycles have gradient. If gradient_cycles is 0, only the last call for each state has
-    gradient. q_continue has no effect.
+    gradient. q_halt is the logit of the probability that the answer is right. The Q head also has the output
+    q_continue, which has no effect.
     """
 
     is_random = True

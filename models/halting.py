@@ -149,12 +149,11 @@ class HaltingModel(nn.Module):
         """Runs one thinking step of every slot, and decides which slots halt.
 
         Args:
-            carry: Carry before the step. In training, pass the carry from `refill`. In an evaluation, pass
-                the carry from `refill` in the first step, and then the carry that the previous step returned.
+            carry: Carry before the step: the puzzles, hidden states and step counts of all slots. `refill`
+                returns it for new puzzles. For the next step on the same puzzles, pass the returned carry.
             reasoning: Settings, such as `max_steps` (the thinking steps after which a puzzle halts in any
-                case), the number of cycles in a step, and the noise. Training passes the attribute
-                `reasoning` with the current `progress`, and with the cycles of a curriculum. An evaluation
-                passes the settings from `eval_reasoning`.
+                case), the number of cycles in a step, and the noise. `eval_reasoning` returns them for an
+                evaluation, and `Schedule.reasoning` (training/schedule.py) for a training step.
             rng: Random numbers of the slots. They are needed for noise, dropout and exploration
                 (`sample_exploration`). LDT and Flow always need them.
 

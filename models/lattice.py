@@ -161,9 +161,14 @@ def move(
     A move removes unlikely candidates, determines the outcome (solved, contradictory or none), and guesses a
     value if there is no outcome. The docstring of this file has the rules.
 
-    state: Boards before the move, from `start_boards` or from the previous move. last: Logits after the last
-    loop, from `Outputs.last`. arch, reasoning: Thresholds, and the rules for guesses. in_search: True in an
-    evaluation. The caller then resets contradictory boards to their initial candidates.
+    Args:
+        state: Boards before the move, from `start_boards` or from the previous move. A board is a puzzle with
+            the candidates of each cell: the values that the cell may still have.
+        last: Logits after the last pass through the transformer blocks, from `Outputs.last`.
+        arch, reasoning: Thresholds, and the rules for guesses.
+        rng: Random numbers of the boards.
+        in_search: True in an evaluation. Then the threshold of contradictions is eval_conflict_threshold, and
+            no guess reads the solution.
     """
     state = with_target(state)
     # 1. Remove candidates.

@@ -92,10 +92,13 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
 
 
 class _Recorder:
-    """The forward hooks of `record`, called before and after each call of a module.
+    """Stores what `record` records in the list `calls`: outputs of modules, and hidden states.
 
-    network: The network to record. If None, every network. names: Names of the states to record, such as
-    "z_H", and patterns of `fnmatch` for the names of modules.
+    Its methods `before` and `after` are forward hooks: torch calls them before and after each module.
+
+    network: The network to record. If None, every network that runs in this thread. names: Names of hidden
+    states, such as "z_H", which are recorded after each call of a stack of blocks (`Level`) that updates
+    them. Also patterns of `fnmatch` for the names of modules.
     """
 
     def __init__(self, network: Network | None, names: Sequence[str]):

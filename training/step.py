@@ -228,7 +228,7 @@ def update(
 def sample_rng(state: TrainState, config: PretrainConfig, reasoning: Reasoning) -> SlotRng:
     """Returns the random numbers of one training step for this rank's slots.
 
-    They do not depend on the number of ranks.
+    A slot gets the same numbers with any number of ranks.
     """
     # The host draws some numbers for the global batch, and this rank copies those of its slots to the device.
     # All others, such as noise, are drawn on the device when they are needed.

@@ -205,6 +205,8 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
     """Returns the options of the builder as {option: value}, as they are recorded in the dataset.
 
     Instead of paths, "source" has a hash of the tasks of each subset: {"training": "5c1f...", ...}.
+
+    evaluated: Names of the subsets that the test split is from, for the option "evaluate".
     """
     digests = {subset: hashlib.sha256() for subset in sorted({task.subset for task in tasks})}
     for task in tasks:

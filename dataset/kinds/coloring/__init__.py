@@ -112,7 +112,11 @@ RULES = AnswerRules(
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads a graph from a text: a square with '?' on the diagonal, '#' for an edge and '.' for no edge."""
+    """Reads one graph from a text. Returns a list with one puzzle.
+
+    The text is the adjacency matrix of the graph: '?' on the diagonal, '#' for an edge and '.' for no edge.
+    Raises ValueError if the matrix is not square and symmetric, or has another size than 3 to 10 nodes.
+    """
     puzzles = read_square(text, _SYMBOLS, sizes=SIZES, answer_rules=RULES)
     tokens = puzzles[0].tokens[None]
     if not np.array_equal(make_inputs(_edges(tokens), math.isqrt(tokens.shape[1])), tokens):
