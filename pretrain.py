@@ -69,7 +69,8 @@ def train(program: Program[PretrainConfig]) -> int:
             check_packages()  # before the training, because the report is written after it
 
     # Open the datasets. The schedule says after which steps a log row, an evaluation or a checkpoint is due,
-    # and which settings each step has, such as the learning rate.
+    # and which settings each step has, such as the learning rate. `total_steps` is the last step of the run,
+    # and `end_step` the last step of this launch (config key `max_steps`).
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
     # Build the state of step 0: weights, optimizer state, and empty slots (positions of the batch). The first
@@ -208,9 +209,9 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. If any rank has
-            # received a signal before the sum of this step, `stop_requests` is positive on all ranks, and
-            # `is_agreed()` becomes True on all ranks. On CUDA, this happens at the sum of the next step, so
-            # that the host does not wait. With local_steps, only steps with a merge have a sum.
+            # received a signal before its last micro-batch of this step, the sum `stop_requests` is positive
+            # on all ranks, and `is_agreed()` becomes True. On CUDA, it becomes True one step later, so that
+            # the host does not wait. With local_steps, ranks exchange requests only in steps with a merge.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 

@@ -2,8 +2,8 @@
 
 The ranks train on one batch of puzzles, the global batch. A slot is one position of this batch, and each rank
 has some of the slots. A thinking step is one forward pass of the network, from a puzzle and a latent state to
-an answer and a new latent state (in LDT, this state is a board of candidates). A slot usually keeps its
-puzzle for several training steps, until it halts (models/halting.py). Then it takes a new puzzle.
+an answer and a new latent state (in LDT, the state is a list of candidates for each cell). A slot usually
+keeps its puzzle for several training steps, until it halts (models/halting.py). Then it takes a new puzzle.
 `state.carry` contains the puzzles and latent states of this rank's slots.
 
 In some models, each puzzle identifier has a learned vector, its puzzle embedding. All other weights are
@@ -33,18 +33,20 @@ The following config keys change some of these parts, which are named in parenth
 
 - `sync` (4, 6 to 8): The method of summing the gradients of dense weights (distributed/sync.py). With `flat`
   and `ddp`, the last backward pass in part 4 already sends them, but not with a pipeline, tensor parallelism
-  or local steps. With `auto`, CPU processes of one Linux node sum them in shared memory in part 6, if no
-  other key prevents this (`build_flats` in optimizers/weights.py). All other processes use `flat`. With
-  shared memory, all ranks divide the update of the weights, unless the following key is set.
-- `data_parallel_shard_degree` (7, 8): The ranks of a group divide the update of the blocks' weights. In part
-  8, they exchange the updated weights (distributed/flat.py). If the whole network computes in float32,
-  without a pipeline and tensor parallelism, they divide the update of all dense weights.
+  or local steps. With `auto`, CPU processes of one Linux node sum them in shared memory in part 6, and divide
+  the update of the weights, as with the following key. If a key prevents this (`build_flats` in
+  optimizers/weights.py), and on all other machines, `auto` is the same as `flat`.
+- `data_parallel_shard_degree` (7, 8): The number of ranks in a group (-1: all ranks). The ranks of a group
+  divide the update of the dense weights, and exchange the updated weights in part 8 (distributed/flat.py).
+  With a pipeline or tensor parallelism, they divide only the weights of the blocks. The same is true if the
+  blocks compute in bfloat16, except with sync=ddp.
 - `sync_dtype` (4, 6, 8): The dtype in which ranks send the gradients of the dense weights, the loss and the
   stop requests. With `local_steps`, the dtype in which a merge sends the changes of these weights.
 - `local_steps=n` (3, 6, 8, 9): Each rank trains alone. Part 3 returns the numbers of this rank, such as its
   number of slots, and part 6 sums nothing. After every n-th step, and after the last step of the run, part 8
-  merges: all ranks get common weights, and exchange losses, norms and stop requests. Each rank keeps its own
-  optimizer state. Part 9 updates the averages only after a merge (`LocalSteps` in training/strategy.py).
+  merges. By default, all ranks get the mean of their weights (`LocalSteps` in training/strategy.py). A puzzle
+  embedding becomes the mean over the ranks that changed it. The ranks also exchange losses, norms and stop
+  requests. Each rank keeps its own optimizer state. Part 9 updates the averages only after a merge.
 - `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is stored on one rank, or with tensor
   parallelism on the ranks of one group. Part 3 fetches the embeddings of the puzzles in the slots. Part 6
   sends gradients to the ranks that store the embeddings (optimizers/puzzle_table.py).
@@ -59,14 +61,17 @@ The following config keys change some of these parts, which are named in parenth
 - With either of these two keys, part 6 sums the gradients of a block only over ranks with the same weights
   of this block. Part 7 sums squared norms over ranks with different weights, to get the norm of all
   gradients.
-- `arch.no_ACT_continue=false` (4), the default of HRM: The network also predicts q_continue, which changes
-  when a slot halts, and the loss has a term for it. With `arch.q_target=exact`, the target of this term comes
-  from one more thinking step in part 4, without gradient. With `deferred`, it comes from the next training
-  step (models/objective.py).
-- `arch.boards_per_slot` (2, 5): If it is greater than 1, a slot has several puzzles, called boards. Each
-  training step picks one board of each slot at random. Only this board changes, and only it can halt.
+- `arch.no_ACT_continue=false` (4), the default of HRM: The prediction q_continue changes when a slot halts,
+  and the loss has a term for it. With `arch.q_target=exact`, the target of this term comes from one more
+  thinking step in part 4, without gradient. With `deferred`, only slots that halt run this additional step.
+  All others get the target, and the term, in the next training step (models/objective.py).
+- `arch.boards_per_slot` (2, 5), only LDT: If it is greater than 1, a slot has several puzzles, called boards.
+  Each training step picks one board of each slot at random. Only this board changes, and only it can halt.
 - `curriculum` (2, 4): The data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
-  change during the run.
+  change during the run. In LDT and Flow, the thinking step may depend on the progress of the run also without
+  a curriculum.
+- `activation_checkpointing=block` (4): The backward pass computes the activations of each block again.
+- `optimizer=muon` (7): With tensor parallelism, the ranks of a group exchange parts of the updates.
 
 With `torchrun --nnodes MIN:MAX`, ranks may have different numbers of slots. A rank without slots runs one
 empty micro-batch, because the other ranks wait for its messages.
@@ -115,9 +120,10 @@ def train_step(
 
     Returns:
         The mean loss of a slot, the gradient norm before clipping, and the sum of the stop requests. This sum
-        is positive if a signal has asked any rank to stop. All three are equal on all ranks. With
-        local_steps > 1, they are None, except after a merge. Then loss and norm are means over ranks and over
-        the steps since the previous merge. `averaged_steps` are the steps that part 9 adds to the averages.
+        is positive if a signal asked any rank to stop before its last micro-batch. All three are equal on all
+        ranks. With local_steps > 1, they are None, except after a merge. Then loss and norm are means over
+        ranks and over the steps since the previous merge. `averaged_steps` are the steps that part 9 adds to
+        the averages.
     """
     state.step += 1
     network = state.model.network
