@@ -11,6 +11,7 @@ from checkpointing.finding import find_checkpoint
 from config.architecture import architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
+from dataset.build import build_dataset
 from dataset.kinds.kind import find_kind, kind_names
 from optimizers.weights import state_numbers_per_weight
 from runtime import plugins
@@ -124,7 +125,15 @@ def test_a_kind_of_a_plugin_is_a_kind(tmp_path, monkeypatch):
     metadata = dataclasses.replace(FACTS, augmentation="jigsaw")
     (mistake,) = metadata.mistakes()
     assert mistake.startswith("augmentation='jigsaw' is not one of arc, ")
-    assert "If a plugin adds it, add --plugin FILE or plugins=[FILE]." in mistake
+    assert "If a plugin adds it, add plugins=[FILE]." in mistake
+    with pytest.raises(
+        ValueError, match=r"'jigsaw' is not a builder\. .* For a kind of yours, add --plugin FILE after"
+    ):
+        build_dataset("jigsaw", [])
+    (mistake,) = metadata.mistakes()
+    assert "If a plugin adds it, add --plugin FILE." in mistake
+    with pytest.raises(ValueError, match=r"--plugin is before the name of a builder\. Pass one of arc"):
+        build_dataset("--plugin", ["mine/jigsaw.py", "jigsaw"])
     load_plugins(["mine/jigsaw.py"])
     assert not list(metadata.mistakes())
     assert find_kind(kind_names()[-1]).groups(None)[8:] == [
@@ -146,7 +155,7 @@ def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path
     assert refused.statuses == [1]
     assert refused.error_lines == [
         "error: run/step_32/config.yaml: the model 'gru' is defined by a plugin. If you trust the plugin, "
-        "add 'plugins=[mine/gru.py]', or --plugin mine/gru.py if the program has this option."
+        "add 'plugins=[mine/gru.py]'."
     ]
     complete_program("evaluate", "checkpoint=run", "plugins=[mine/gru.py]", folder=tmp_path)
     with pytest.raises(ValueError, match="is defined by a plugin"):

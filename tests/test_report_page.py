@@ -108,6 +108,20 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
     assert not re.search(r'(fill|stroke): (?!none|var\(--)[^;"]', pictures)
 
 
+def test_puzzles_of_a_plugin_that_is_not_imported_are_numbers(sudoku_folder, tmp_path, capsys):
+    data = shutil.copytree(sudoku_folder, tmp_path / "data")
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["builder"]["name"] = "mine"
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    run = write_run(tmp_path / "run", data, plugins=["mine/board.py"])
+    main([str(run), "--puzzles", "2"])
+    assert "so tokens are shown as numbers." in (error := capsys.readouterr().err)
+    assert error.endswith("add --plugin mine/board.py.\n")
+    page = (run / "report.html").read_text()
+    assert "TRM on data<" in page
+    assert unpacked(page)["symbols"] == ["", *"12345"]
+
+
 @pytest.mark.slow
 def test_hostile_names_are_only_text(reported, sudoku_folder, tmp_path):
     run, data = shutil.copytree(reported, tmp_path / "run"), shutil.copytree(sudoku_folder, tmp_path / "data")
