@@ -149,6 +149,11 @@ def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path
         "add 'plugins=[mine/gru.py]', or --plugin mine/gru.py if the program has this option."
     ]
     complete_program("evaluate", "checkpoint=run", "plugins=[mine/gru.py]", folder=tmp_path)
+    shared = ("push", "--plugin", "mine/gru.py", "run", "owner/gru", "--dry-run", "shared")
+    complete_program("share/__main__", *shared, folder=tmp_path, world_size=None)
+    card = (tmp_path / "shared" / "README.md").read_text()
+    assert "\npython pretrain.py plugins=[FILE] --config-dir FOLDER arch=gru " in card
+    assert "\npython evaluate.py plugins=[FILE] checkpoint=hf://owner/gru " in card
     with pytest.raises(ValueError, match="is defined by a plugin"):
         find_checkpoint(run)
     assert "gru" not in architectures()
