@@ -89,6 +89,10 @@ def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
     for word, message in (
         ("arch.L_cycles=0", "arch.L_cycles=0 should be greater than 0"),
         ("arch.H_cycles=2", "does not belong to the chosen arch"),
+        (
+            "~arch.L_layers",
+            "'arch.L_layers' is missing. Set it in the YAML file of gru. To read older checkp",
+        ),
         ("+arch.L_cycle=2", "unknown key 'arch.L_cycle', did you mean 'arch.L_cycles'"),
     ):
         with pytest.raises(ValueError, match=message):
