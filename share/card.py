@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpointing.files import STARTS_FILE
 from checkpointing.finding import Checkpoint
-from config.files import changed_words, load_defaults, word
+from config.files import changed_words, load_arch_defaults, load_defaults, word
 from dataset.build import builders
 from dataset.files import read_builder
 from evaluation.metric_tables import (
@@ -30,6 +30,7 @@ from training.code import git
 
 # {option of a builder: separator of its parts}. Other lists repeat the option for each item.
 _JOINED = {"clues": "-", "easier": "-", "max_size": "x", "fields": ",", "symmetries": ","}
+_PLUGIN = "plugins=[FILE]"  # in commands for a plugin's model
 Metrics = Mapping[str, Mapping[str, float]]  # {set: {metric: value}}
 
 
@@ -92,6 +93,7 @@ def model_card(
         data_commands=[command for command in commands if command],
         data_path=shlex.quote(word("data_path", data_paths if len(data_paths) > 1 else data_paths[0])),
         command=_train_command(run),
+        plugin="" if load_arch_defaults(arch) else f" {_PLUGIN}",
         **shared,
         **values,
     )
@@ -200,8 +202,10 @@ def _plain(text: Any) -> str:
 def _train_command(run: Mapping[str, Any]) -> str:
     """Returns the command that trains with the config `run`: "python pretrain.py arch=trm lr=0.001 ..."."""
     arch = run["arch"]["name"]
-    defaults = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")}
-    return shlex.join(["python", "pretrain.py", f"arch={arch}", *changed_words(run, defaults)])
+    of_arch = load_arch_defaults(arch)
+    words = changed_words(run, load_defaults("pretrain") | {"arch": of_arch or {"name": arch}})
+    plugin = "" if of_arch else f" {_PLUGIN} --config-dir FOLDER"
+    return f"python pretrain.py{plugin} {shlex.join([f'arch={arch}', *words])}"
 
 
 def commit_of(checkpoint: Checkpoint) -> str | None:

@@ -90,6 +90,10 @@ def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
     for word, message in (
         ("arch.L_cycles=0", "arch.L_cycles=0 should be greater than 0"),
         ("arch.H_cycles=2", "does not belong to the chosen arch"),
+        (
+            "~arch.L_layers",
+            "'arch.L_layers' is missing. Set it in the YAML file of gru. To read older checkp",
+        ),
         ("+arch.L_cycle=2", "unknown key 'arch.L_cycle', did you mean 'arch.L_cycles'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -158,6 +162,11 @@ def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path
         "add 'plugins=[mine/gru.py]'."
     ]
     complete_program("evaluate", "checkpoint=run", "plugins=[mine/gru.py]", folder=tmp_path)
+    shared = ("push", "--plugin", "mine/gru.py", "run", "owner/gru", "--dry-run", "shared")
+    complete_program("share/__main__", *shared, folder=tmp_path, world_size=None)
+    card = (tmp_path / "shared" / "README.md").read_text()
+    assert "\npython pretrain.py plugins=[FILE] --config-dir FOLDER arch=gru " in card
+    assert "\npython evaluate.py plugins=[FILE] checkpoint=hf://owner/gru " in card
     with pytest.raises(ValueError, match="is defined by a plugin"):
         find_checkpoint(run)
     assert "gru" not in architectures()
