@@ -16,6 +16,7 @@ from dataset.kinds.kind import find_kind, kind_names
 from optimizers.weights import state_numbers_per_weight
 from runtime import plugins
 from runtime.plugins import load_plugins, plugin_files
+from share.card import _build_command
 from tests.own_files import write_plugins
 from tests.ranks import complete_program, run_program
 from tests.tiny import FACTS, OVERRIDES, logged_rows, tiny_config
@@ -145,6 +146,16 @@ def test_a_kind_of_a_plugin_is_a_kind(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+def test_the_command_of_a_plugins_builder_has_the_plugin(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_plugins(tmp_path).parent)
+    builder = {"name": "jigsaw", "arguments": {"generate": 5}}
+    Path("manifest.json").write_text(json.dumps({"builder": builder}))
+    load_plugins(["mine/jigsaw.py"])
+    command = _build_command(Path(), name="data/jigsaw", plugins=["mine/jigsaw.py"])
+    options = "--output-dir data/jigsaw --plugin mine/jigsaw.py --generate 5"
+    assert command == f"python -m dataset.build jigsaw {options}"
+
+
 @pytest.mark.slow
 def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path, sudoku_folder):
     write_plugins(tmp_path)
@@ -165,8 +176,9 @@ def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path
     shared = ("push", "--plugin", "mine/gru.py", "run", "owner/gru", "--dry-run", "shared")
     complete_program("share/__main__", *shared, folder=tmp_path, world_size=None)
     card = (tmp_path / "shared" / "README.md").read_text()
-    assert "\npython pretrain.py plugins=[FILE] --config-dir FOLDER arch=gru " in card
-    assert "\npython evaluate.py plugins=[FILE] checkpoint=hf://owner/gru " in card
+    assert "\npython pretrain.py 'plugins=[mine/gru.py]' --config-dir FOLDER arch=gru " in card
+    assert "\npython evaluate.py 'plugins=[mine/gru.py]' checkpoint=hf://owner/gru " in card
+    assert "\nThe training used plugins: `mine/gru.py`. " in card
     with pytest.raises(ValueError, match="is defined by a plugin"):
         find_checkpoint(run)
     assert "gru" not in architectures()
