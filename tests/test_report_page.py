@@ -25,7 +25,7 @@ from models.trm import TRM
 from report.__main__ import main
 from report.compare import comparison_charts
 from report.page import report_run
-from report.page_content import learning_charts
+from report.page_content import learning_charts, page_values
 from report.run import read_run
 from report.table import build_table, group_runs
 from report.trace import (
@@ -82,7 +82,8 @@ def test_the_page_holds_what_the_model_thinks(reported, sudoku_folder):
         assert puzzle["answers"] == thoughts.preds[row].tolist()
         np.testing.assert_allclose(puzzle["confidences"], 100 * thoughts.confidence[row], atol=1.01)
         np.testing.assert_allclose(puzzle["rated"], 100 / (1 + np.exp(-thoughts.q_halt[row])), atol=0.51)
-        assert puzzle["halts_at"] == thoughts.halting_steps[row]
+        halts = thoughts.wants_to_halt[row].any()
+        assert puzzle["halts_at"] == (thoughts.halting_steps[row] if halts else None)
         assert (puzzle["stays_right_from"] is None) == (thoughts.preds[row, -1] != test.labels[row]).any()
 
 
@@ -279,6 +280,22 @@ def test_a_metric_of_one_network_is_drawn(tmp_path, sudoku_folder, monkeypatch):
     assert {chart.title for chart in learning_charts(read_run(run))} - {*plain} == {"struck"}
     drawn = comparison_charts(group_runs([read_run(run)]), "training steps")
     assert "struck, training" in {chart.title for chart in drawn}
+
+
+def test_a_puzzle_that_never_halts_and_a_step_without_a_log_row_are_named(sudoku_folder, tmp_path):
+    traced = random_traces(n=3)
+    wants = np.array([[False, True, False], [False] * 3, [False] * 3])
+    traced = dataclasses.replace(traced, trace=traced.trace._replace(wants_to_halt=wants))
+    halts = {puzzle["row"]: puzzle["halts_at"] for puzzle in picture_data(traced)["puzzles"]}
+    assert halts == {0: 2, 1: None, 2: None}
+    run = write_run(tmp_path / "run", sudoku_folder, has_checkpoint=False)
+    (run / "status").write_text('{"status": "stopped", "step": 47}')
+    values = page_values(read_run(run), traced)
+    captions = [chart.caption for chart in values["thinking_charts"]]
+    assert [text for text in captions if text.endswith("The last bar includes those that never halt: 1.")]
+    meanings = {name: meaning for name, _, meaning in values["highlights"]}
+    assert meanings["training time"].startswith("the first 40 of 47 training steps")
+    assert meanings["steps until halting"] == "of at most 3. Never halting counts as 3"
 
 
 def test_each_test_set_has_a_chart(tmp_path):
