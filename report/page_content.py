@@ -11,6 +11,7 @@ from evaluation.metric_tables import (
     INTERVAL_ENDS,
     independent_count,
     is_number,
+    is_share,
     metric_names,
     with_suffix,
     written_value,
@@ -202,6 +203,10 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         ("Q head right", curves("q_halt_accuracy"), share, of_q_head),
         ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
         *((written_name(name), curves(name), {}, "") for name in run.other_metrics),
+        *(
+            (written_name(name), curves(name), {"share": is_share(name)}, "")
+            for name in run.evaluator_metrics
+        ),
         ("Gradient norm", [trained("grad_norm")], log, "Before clipping, if any."),
         ("Throughput", [trained("examples_per_second")], zero, "Examples per second, summed over processes."),
         ("Learning rate", [trained("lr")], zero, "Learning rate of the dense weights."),

@@ -298,6 +298,15 @@ def test_a_puzzle_that_never_halts_and_a_step_without_a_log_row_are_named(sudoku
     assert meanings["steps until halting"] == "of at most 3. Never halting counts as 3"
 
 
+def test_metrics_of_an_evaluator_have_charts(tmp_path):
+    names = ("signs_obeyed", "valid_accuracy", "count", "exact_accuracy", "pass@2", "pass@100")
+    of_all = {f"own/{name}": 0.5 for name in names} | {"unseen/own/valid_accuracy": 0.5, "accuracy": 0.5}
+    row = {"step": 1} | {f"eval/all/{name}": value for name, value in of_all.items()}
+    (tmp_path / METRICS_FILE).write_text(json.dumps(row))
+    titles = {chart.title for chart in learning_charts(read_run(tmp_path))}
+    assert titles == {"Cells right", "signs_obeyed", "valid", "pass@2"}
+
+
 def test_each_test_set_has_a_chart(tmp_path):
     for name, sets in (("first", {"easy": 0.9, "hard": 0.1}), ("second", {"hard": 0.3})):
         (tmp_path / name).mkdir()
