@@ -12,7 +12,6 @@ This file reads configs and verifies files. loading.py loads the weights.
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,6 +44,7 @@ from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors
 from distributed.world import is_main, local_rank
+from runtime.plugins import paths_in, words_to_add
 from runtime.reading import PointerFileError, read_json, read_yaml
 
 if TYPE_CHECKING:  # the Hub's modules are imported only when needed
@@ -314,13 +314,11 @@ def _read_shared(path: Path) -> Checkpoint:
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
     config = fill_defaults(config)
-    arch, named = config.get("arch"), config.get("plugins")
+    arch, named = config.get("arch"), paths_in(config)
     if named and isinstance(arch, dict) and str(arch.get("name")) not in architectures():
-        plugins = [str(plugin) for plugin in (named if isinstance(named, list) else [named])]
-        key, options = f"plugins=[{','.join(plugins)}]", [f"--plugin {shlex.quote(name)}" for name in plugins]
         raise ValueError(
             f"{path}: the model {arch.get('name')!r} is defined by a plugin. If you trust the plugin, add "
-            f"{shlex.quote(key)}, or {' '.join(options)} if the program has this option."
+            f"{words_to_add(named)}."
         )
     values = {key: config.get(key) for key in _Recorded.model_fields}
     fields = dict(validate_config(_Recorded, values, where=str(path)))

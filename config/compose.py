@@ -26,7 +26,7 @@ from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.published import KEYS, OVERRIDES
 from config.schema import Config, validate_config
 from config.texts import check_encoding, expand_home, quote_value, quoted, text_keys
-from runtime.plugins import load_plugins
+from runtime.plugins import choose_words, load_plugins
 from runtime.writing import Patient
 
 # What to do instead of setting a key of Hydra, by the prefix of the key.
@@ -235,6 +235,7 @@ def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> lis
 
 
 def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
+    choose_words(has_option=False)
     with _one_line_errors(schema):
         if "${oc.env" in OmegaConf.to_yaml(composed):  # an environment variable may be a secret
             raise ValueError(

@@ -25,6 +25,11 @@ def load_defaults(name: str) -> dict[str, Any]:
     return OmegaConf.to_container(_read_defaults(FOLDER / f"{name}.yaml"), resolve=True)
 
 
+def load_arch_defaults(name: str) -> dict[str, Any]:
+    """Returns the values of config/arch/<name>.yaml. For a plugin's model, which has no such file, {}."""
+    return load_defaults(f"arch/{name}") if (FOLDER / "arch" / f"{name}.yaml").is_file() else {}
+
+
 @functools.cache
 def _read_defaults(path: Path) -> DictConfig:
     # Read each file once, because parsing takes 20 ms, and every config needs it.
@@ -57,8 +62,8 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arch, dict) and str(arch.get("name")) in architectures():
         arch = rename_old_keys(arch)
         values = values | {"arch": arch}
-        if (FOLDER / "arch" / f"{arch['name']}.yaml").is_file():  # a plugin's model has no such file
-            defaults["arch"] = load_defaults(f"arch/{arch['name']}")
+        if of_arch := load_arch_defaults(arch["name"]):
+            defaults["arch"] = of_arch
     filled = _merge(defaults, values)
     if arch and isinstance(arch, dict) and filled["arch"].get("forward_dtype", "auto") == "auto":
         filled["arch"] = filled["arch"] | {"forward_dtype": _FORMER_FORMAT}

@@ -13,7 +13,7 @@ from typing import Any
 import pydantic
 
 from config.architecture import ArchConfig, architectures
-from config.files import FOLDER, load_defaults, other_files
+from config.files import FOLDER, load_arch_defaults, load_defaults, other_files
 from config.published import HINTS
 from config.texts import quoted
 
@@ -54,7 +54,14 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
     if error["type"] == "extra_forbidden":
         return explain_unknown_key(schema, key)
     if error["type"] == "missing":
-        return f"key {key!r} is missing"
+        values = error["input"]
+        name = values.get("name") if isinstance(values, dict) and key.startswith("arch.") else None
+        if name not in architectures() or load_arch_defaults(name):
+            return f"key {key!r} is missing"
+        return (
+            f"key {key!r} is missing. Set it in the YAML file of {name}. To read older checkpoints, set a "
+            "default in the class Config of the plugin."
+        )
     if error["type"] == "value_error":  # from `mistakes`, with keys in the message
         message = error["msg"].removeprefix("Value error, ")
         return f"{key}: {message}" if key and f"{key}." not in message else message

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from dataset.augmentations import AUGMENTATIONS, FIRST_SYMBOL, find_augmentation
 from dataset.sets import PuzzleSet
+from runtime.plugins import words_to_add
 
 SPLITS = ("train", "test")
 IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that is not scored
@@ -73,7 +74,7 @@ class Metadata:
             yield "sets contains a name twice"
         if self.augmentation is not None and find_augmentation(self.augmentation) is None:
             known = ", ".join(AUGMENTATIONS)
-            plugin = "If a plugin adds it, add --plugin FILE or plugins=[FILE]. Otherwise, the file is wrong"
+            plugin = f"If a plugin adds it, add {words_to_add()}. Otherwise, the file is wrong"
             yield f"augmentation={self.augmentation!r} is not one of {known}. {plugin}"
         if self.augmentation in ("arc", "pairs", "sudoku") and (self.ignore_label_id or 0) >= FIRST_SYMBOL:
             problem = f"augmentation={self.augmentation} exchanges this token. Use null, 0 or 1."

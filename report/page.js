@@ -83,7 +83,7 @@ const numCandidates = (board) => board.reduce((sum, bits) => sum + bits.toString
 
 function searchFacts({ board, boardBefore, guess }) {
   const { puzzle, step } = now, { columns } = puzzle, place = `row ${Math.floor(guess / columns) + 1}, column ${(guess % columns) + 1}`;
-  const isSolved = puzzle.halts_at <= step && board.every(isOne);
+  const isSolved = puzzle.halts_at !== null && puzzle.halts_at <= step && board.every(isOne);
   return [
     ["candidates", numCandidates(board)],
     ["just removed", boardBefore ? numCandidates(boardBefore) - numCandidates(board) : "\u2013"],
@@ -101,7 +101,7 @@ function showFacts({ board, boardBefore, guess, counted, numWrong, numChanged, l
       ["cells just changed", numChanged ?? "\u2013"],
       ["lowest confidence of a cell", fraction(leastSure)],
       ...(content.is_search ? [] : [["probability of being right (Q head)", fraction(puzzle.rated[step - 1] / 100)]]),
-      ["would halt", `after step ${puzzle.halts_at}`],
+      ["would halt", puzzle.halts_at === null ? "never" : `after step ${puzzle.halts_at}`],
     ]),
   ];
   $("facts").replaceChildren();

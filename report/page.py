@@ -20,6 +20,7 @@ from report.compute import compute_picture
 from report.page_content import page_values
 from report.run import read_run
 from report.trace import TracedPuzzles, trace_of_run, trace_puzzles
+from runtime.plugins import is_imported, paths_in, words_to_add
 from runtime.writing import write_text
 from training.run_folder import REPORT_FILE
 
@@ -74,6 +75,10 @@ def write_report(
             if data is not None:  # the caller asked for this data
                 raise
             missing.append(f"This report has no solved puzzles and no halting steps: {error}")
+    others = [path for path in paths_in(run.config) if not is_imported(path)]
+    if others and traced is not None and traced.info.kind is None:
+        plugins = f"If a plugin of the run defines it, and you trust the plugin, add {words_to_add(others)}."
+        missing.append(f"The kind of the puzzles is unknown, so tokens are shown as numbers. {plugins}")
     notes = [*run.warnings, *missing]
     for text in notes:
         warn(text)

@@ -11,6 +11,7 @@ from evaluation.metric_tables import (
     INTERVAL_ENDS,
     independent_count,
     is_number,
+    is_share,
     metric_names,
     with_suffix,
     written_value,
@@ -84,9 +85,8 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         # The evaluation has all test puzzles, `traced` only some.
         halts, steps = values.get("act_steps"), traced.trace.preds.shape[1]
         halts = halts if is_number(halts) else traced.trace.halting_steps.mean()
-        judge = "search" if traced.is_search else "model"
-        halted = f"of {steps}, halted by the {judge}"
-        found.append((written_name("act_steps"), written_value("act_steps", halts), halted))
+        limit = f"of at most {steps}. Never halting counts as {steps}"
+        found.append((written_name("act_steps"), written_value("act_steps", halts), limit))
     # The evaluation may have other loops or larger puzzles than the training, and then other steps.
     gigaflops = values.get("gigaflops_per_step") or (run.starts or [{}])[-1].get("gigaflops_per_step")
     # `calls@...` counts the calls for all samples. The accuracy above belongs to the largest setting.
@@ -98,7 +98,10 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
     if seconds := run.seconds().get(run.last_step):
         of_steps = f", {run.petaflops:.3g} PFLOP" if run.petaflops else ""
-        found.append(("training time", duration(seconds), f"{run.last_step:,} training steps{of_steps}"))
+        steps = f"{run.last_step:,}"
+        if (last := run.status.get("step", 0)) > run.last_step:  # the last ones have no log row
+            steps = f"the first {steps} of {last:,}"
+        found.append(("training time", duration(seconds), f"{steps} training steps{of_steps}"))
     return found
 
 
@@ -200,6 +203,10 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         ("Q head right", curves("q_halt_accuracy"), share, of_q_head),
         ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
         *((written_name(name), curves(name), {}, "") for name in run.other_metrics),
+        *(
+            (written_name(name), curves(name), {"share": is_share(name)}, "")
+            for name in run.evaluator_metrics
+        ),
         ("Gradient norm", [trained("grad_norm")], log, "Before clipping, if any."),
         ("Throughput", [trained("examples_per_second")], zero, "Examples per second, summed over processes."),
         ("Learning rate", [trained("lr")], zero, "Learning rate of the dense weights."),
@@ -227,6 +234,8 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
         num_labelled = sum(right) + sum(wrong)
         judge = "at the end of the search" if traced.is_search else "by the model"
         caption = f"With halting {judge}, {sum(right):,} of {num_labelled:,} puzzles are right."
+        if num_never := int((traced.has_labels & ~traced.trace.wants_to_halt.any(axis=1)).sum()):
+            caption += f" The last bar includes those that never halt: {num_never:,}."
         stacks = [("right", "good", right), ("wrong", "bad", wrong)]
         if num_labelled:
             drawn.append(bar_chart("Halting steps", stacks, x_label="thinking step", caption=caption))

@@ -5,6 +5,7 @@ A missing or damaged config or log causes a warning, not an error. Example: a fo
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from checkpointing.files import CONFIG_FILE, STARTS_FILE, checkpoints_in, explain_missing, read_state, step_of
 from config.architecture import architectures
 from config.files import fill_defaults
-from evaluation.metric_tables import TEXTS, is_number, metrics_by_set, with_intervals
+from evaluation.metric_tables import TEXTS, is_count, is_number, metrics_by_set, with_intervals
 from evaluation.results import EVALUATION_FILE, MEASURED_FILE, SCALING_FILE
 from models import network_class
 from runtime.metrics_file import METRICS_FILE, read_rows
@@ -31,6 +32,10 @@ _START |= dict.fromkeys(("step", "processes", "num_parameters"), int)
 _START["gigaflops_per_step"] = float
 _STATUS = {"status": str, "step": int}
 _DRAWN = ("calls", "exact_accuracy", "exact_accuracy_low", "exact_accuracy_high")  # of scaling.json
+
+# Without accuracies that another chart shows, of unseen puzzles, and pass@3 and more of ARC.
+_OF_EVALUATOR = re.compile(r"(?!unseen/)[^/@]+/(?!exact_accuracy$)(pass@[12]|[^/@]+)")
+_MOST_OF_EVALUATORS = 8  # charts
 
 Row = dict[str, Any]
 Curve = tuple[list[float], list[float]]  # x and y
@@ -88,6 +93,14 @@ class RunRecord:
     @property
     def other_metrics(self) -> list[str]:
         return other_metrics(self._arch) if self._arch in architectures() else []
+
+    @property
+    def evaluator_metrics(self) -> list[str]:
+        """Up to 8 logged metrics of evaluators, such as "sudoku/valid_accuracy". Counts are left out."""
+        rows = [metrics_by_set(row, split) for row in self.rows for split in ("eval", "validation")]
+        names = dict.fromkeys(name for row in rows for values in row.values() for name in values)
+        own = [name for name in names if _OF_EVALUATOR.fullmatch(name) and not is_count(name)]
+        return own[:_MOST_OF_EVALUATORS]
 
     @property
     def last_step(self) -> int:

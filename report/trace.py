@@ -227,6 +227,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
     Puzzles that the model solves in fewer thinking steps come first. The keys of a puzzle are, among others:
 
     input, label      list of tokens
+    halts_at          number of the step after which the model would halt. null if it would never halt
     answers           for each step, a list of tokens
     confidences       for each step, the confidence in each cell: a list of integers from 0 to 100
     stays_right_from  the first step (from 1) from which the answer stays right. null if the last answer is
@@ -260,7 +261,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
             "set": puzzles.set_names[index],
             "row": int(puzzles.rows[index]),
             "name": puzzles.names[index],
-            "halts_at": int(trace.halting_steps[index]),
+            "halts_at": int(trace.halting_steps[index]) if trace.wants_to_halt[index].any() else None,
             "stays_right_from": int(settled[index]) if has_labels[index] and right[index, -1] else None,
             "has_label": bool(has_labels[index]),
             "is_undecided": bool(is_undecided[index]),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from runtime.plugins import load_plugins
+from runtime.plugins import choose_words, load_plugins
 from runtime.reading import printable
 from runtime.writing import Patient, check_working_folder, prepare_streams
 
@@ -57,6 +57,7 @@ class _ImportPlugin(argparse.Action):
 
 
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:
+    choose_words(has_option=True)
     text = "Python file that adds a model or a kind of puzzle (docs/extend.md); may be repeated"
     hidden = {"default": argparse.SUPPRESS, "dest": argparse.SUPPRESS}
     parser.add_argument("--plugin", action=_ImportPlugin, metavar="FILE", help=text, **hidden)

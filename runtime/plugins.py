@@ -6,15 +6,17 @@ examples.
 """
 
 import importlib.util
+import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _PARTS = ("NETWORK", "KIND", "OPTIMIZER", "LOGGER")
 _loaded: dict[Path, ModuleType] = {}
+_has_option = False  # whether the program has the option --plugin. If False, it has the key `plugins`
 
 
 def load_plugins(paths: Sequence[str]) -> None:
@@ -63,6 +65,30 @@ def _line_of(error: Exception, file: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(file)]
     return f", line {lines[-1]}" if lines else ""
+
+
+def choose_words(*, has_option: bool) -> None:
+    """Sets whether `words_to_add` returns the option --plugin or the key `plugins`."""
+    global _has_option
+    _has_option = has_option
+
+
+def words_to_add(paths: Sequence[str] = ("FILE",)) -> str:
+    """Returns the words of a command line that import plugins, such as "--plugin mine/gru.py"."""
+    if _has_option:
+        return " ".join(f"--plugin {shlex.quote(path)}" for path in paths)
+    key = f"plugins=[{','.join(paths)}]"
+    return key if list(paths) == ["FILE"] else shlex.quote(key)
+
+
+def paths_in(config: Mapping[str, Any]) -> list[str]:
+    """Returns the plugins that a config names, also if its key `plugins` is not a list."""
+    named = config.get("plugins") or []
+    return [str(path) for path in (named if isinstance(named, list) else [named])]
+
+
+def is_imported(path: str) -> bool:
+    return Path(path).resolve() in _loaded
 
 
 def plugin_paths() -> list[str]:

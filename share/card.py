@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpointing.files import STARTS_FILE
 from checkpointing.finding import Checkpoint
-from config.files import changed_words, load_defaults, word
+from config.files import changed_words, load_arch_defaults, load_defaults, word
 from dataset.build import builders
 from dataset.files import read_builder
 from evaluation.metric_tables import (
@@ -41,6 +41,7 @@ def model_card(
     shared: Mapping[str, Any],
     state: Mapping[str, Any],
     data_names: Sequence[str],
+    plugins: Sequence[str],
     **values: Any,
 ) -> str:
     """Returns the model card of a trained model as text, for the Hugging Face Hub.
@@ -49,6 +50,7 @@ def model_card(
     shared: Content of the config.json that is shared with the weights.
     state: Content of the checkpoint's state.json.
     data_names: Paths of the dataset folders in the commands that the card shows.
+    plugins: Paths of the run's plugins in these commands.
     values: More variables for the template card.md.jinja.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -60,7 +62,8 @@ def model_card(
     name, paper = checkpoint.arch.paper or (arch, None)
     kind = _find_kind(checkpoint)
     folders = zip(checkpoint.find_data(), data_names, strict=True)
-    commands = [_build_command(folder, name=folder_name) for folder, folder_name in folders]
+    commands = [_build_command(folder, name=name, plugins=plugins) for folder, name in folders]
+    of_plugins = [shlex.quote(word("plugins", list(plugins)))] if plugins else []
     source = run.get("init_from") or ""
     versions = state["versions"] if isinstance(state.get("versions"), dict) else {}
     data = ModelCardData(
@@ -91,7 +94,9 @@ def model_card(
         num_processes=_plain(state.get("world_size")),
         data_commands=[command for command in commands if command],
         data_path=shlex.quote(word("data_path", data_paths if len(data_paths) > 1 else data_paths[0])),
-        command=_train_command(run),
+        command=_train_command(run, of_plugins),
+        plugin="".join(f" {argument}" for argument in of_plugins),
+        plugins=", ".join(f"`{_plain(path)}`" for path in plugins),
         **shared,
         **values,
     )
@@ -154,12 +159,12 @@ def _find_kind(checkpoint: Checkpoint) -> str | None:
     return kind and kind.name
 
 
-def _build_command(folder: Path, *, name: str) -> str | None:
+def _build_command(folder: Path, *, name: str, plugins: Sequence[str] = ()) -> str | None:
     """Returns the shell command that built a dataset, or None if it is unknown.
 
     Example: "python -m dataset.build sudoku --output-dir data/demo --generate 4000".
 
-    name: Value of --output-dir in the command.
+    name: Value of --output-dir in the command. plugins: Paths for --plugin, if a plugin has the builder.
     """
     builder = read_builder(folder)
     if builder is None or builder["name"] not in builders():
@@ -172,6 +177,8 @@ def _build_command(folder: Path, *, name: str) -> str | None:
     arguments = {key: value for key, value in builder["arguments"].items() if key != "package"}
     if builder["name"] == "arc" and arguments.get("generate") is not None:  # derived from --generate
         arguments = {key: value for key, value in arguments.items() if key not in ("source", "evaluate")}
+    if builders()[builder["name"]].startswith("plugin_"):
+        argv += [f"--plugin {shlex.quote(path)}" for path in plugins]
     for key, value in arguments.items():
         option = f"--{key.replace('_', '-')}"
         if value is True:
@@ -197,11 +204,13 @@ def _plain(text: Any) -> str:
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
 
 
-def _train_command(run: Mapping[str, Any]) -> str:
+def _train_command(run: Mapping[str, Any], of_plugins: Sequence[str]) -> str:
     """Returns the command that trains with the config `run`: "python pretrain.py arch=trm lr=0.001 ..."."""
     arch = run["arch"]["name"]
-    defaults = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")}
-    return shlex.join(["python", "pretrain.py", f"arch={arch}", *changed_words(run, defaults)])
+    of_arch = load_arch_defaults(arch)
+    words = changed_words(run, load_defaults("pretrain") | {"arch": of_arch or {"name": arch}})
+    folder = [] if of_arch else ["--config-dir FOLDER"]
+    return " ".join(["python pretrain.py", *of_plugins, *folder, shlex.join([f"arch={arch}", *words])])
 
 
 def commit_of(checkpoint: Checkpoint) -> str | None:

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from checkpointing.finding import Checkpoint, find_checkpoint
 from checkpointing.loading import load_weights
 from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files
-from config.files import fill_defaults
+from config.files import fill_defaults, word
 from config.schema import PretrainConfig, keys_that_may_change
 from dataset.build.writing import check_output_folder, has_keys, replaced_folder
 from dataset.description import DatasetInfo
@@ -33,6 +34,7 @@ from dataset.identities import read_identities
 from evaluation.leaks import find_trained
 from runtime.command_line import OneLineParser, add_plugin_option, one_line_errors, warn
 from runtime.hub import Address, client_errors, import_client, parse_address
+from runtime.plugins import paths_in
 from runtime.reading import read_yaml
 from runtime.writing import write_json, write_text
 from share.card import commit_of, model_card, read_metrics
@@ -122,10 +124,13 @@ def write_files(
         raise ValueError(
             f"{checkpoint} is not a checkpoint of this code. Pass a run folder, or a step_<N> in it."
         )
+    plugins = paths_in(read_yaml(checkpoint.path / CONFIG_FILE))
     if not read_metrics(checkpoint):
         places = f"metrics.jsonl and evaluation/{checkpoint.name} of {checkpoint.run_folder}"
         missing = f"no accuracy of {checkpoint.name} found in {places}. The card will have no results"
-        command = f"python evaluate.py checkpoint={checkpoint} without output_dir"
+        words = ["python", "evaluate.py", f"checkpoint={checkpoint}"]
+        words += [word("plugins", plugins)] if plugins else []
+        command = f"{shlex.join(words)} without output_dir"
         warn("share push", f"{missing}. To add them, run {command}.")
     if state.get("dataset") is not None:
         DatasetInfo.from_json(state["dataset"], where=f"{checkpoint.path / STATE_FILE}: dataset")
@@ -159,6 +164,7 @@ def write_files(
         shared=shared,
         state=state,
         data_names=names,
+        plugins=_without_absolute_paths(plugins, "plugins"),
         num_weights=num_weights,
         dtype=str(dtype).removeprefix("torch."),
     )

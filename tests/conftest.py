@@ -70,6 +70,7 @@ def no_plugins(monkeypatch):
     from runtime import plugins
 
     monkeypatch.setattr(plugins, "_loaded", {})
+    monkeypatch.setattr(plugins, "_has_option", False)
     before = len(sys.modules)
     yield
     if len(sys.modules) > before:

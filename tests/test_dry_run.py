@@ -13,7 +13,7 @@ from models.carry import Reasoning
 from models.flops import StepCounter
 from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, tiny_arch, tiny_config
-from training.dry_run import Needs
+from training.dry_run import Needs, describe
 from training.layout import check_layout
 from training.run_config import compose_run
 
@@ -106,6 +106,17 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     assert compose_run([*_FITS[:2], *layout], processes=2).data_parallel_shard_degree == 2
     with pytest.raises(ValueError, match="--world-size N is for"):
         compose_run(["--world-size", "64"])
+
+
+def test_the_activations_of_a_network_without_levels_are_unknown(monkeypatch, sudoku_folder):
+    count = StepCounter._count
+    monkeypatch.setattr(
+        StepCounter, "_count", lambda *args, **options: count(*args, **options)._replace(calls=[])
+    )
+    text = describe(tiny_config(data_path=[str(sudoku_folder)], global_batch_size=8), 2)
+    assert "\nactivations are unknown and not included, because arch=hrm has no Level\n" in text
+    assert "activations, about" not in text
+    assert "\ntogether " in text
 
 
 def _needs(**options) -> tuple[Needs, Reasoning]:

@@ -287,7 +287,7 @@ def test_a_report_of_many_tokens_is_also_that_of_a_search(data, monkeypatch):
     content = picture_data(traced)
     assert (content["is_search"], content["has_candidates"]) == (True, False)
     for puzzle in content["puzzles"]:
-        solved = [100 * (step >= puzzle["halts_at"] and not puzzle["is_undecided"]) for step in range(1, 21)]
+        solved = [100 * (not puzzle["is_undecided"] and step >= puzzle["halts_at"]) for step in range(1, 21)]
         assert puzzle["rated"] == solved
     assert {puzzle["is_undecided"] for puzzle in content["puzzles"]} == {False, True}
 

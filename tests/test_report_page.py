@@ -25,7 +25,7 @@ from models.trm import TRM
 from report.__main__ import main
 from report.compare import comparison_charts
 from report.page import report_run
-from report.page_content import learning_charts
+from report.page_content import learning_charts, page_values
 from report.run import read_run
 from report.table import build_table, group_runs
 from report.trace import (
@@ -82,7 +82,8 @@ def test_the_page_holds_what_the_model_thinks(reported, sudoku_folder):
         assert puzzle["answers"] == thoughts.preds[row].tolist()
         np.testing.assert_allclose(puzzle["confidences"], 100 * thoughts.confidence[row], atol=1.01)
         np.testing.assert_allclose(puzzle["rated"], 100 / (1 + np.exp(-thoughts.q_halt[row])), atol=0.51)
-        assert puzzle["halts_at"] == thoughts.halting_steps[row]
+        halts = thoughts.wants_to_halt[row].any()
+        assert puzzle["halts_at"] == (thoughts.halting_steps[row] if halts else None)
         assert (puzzle["stays_right_from"] is None) == (thoughts.preds[row, -1] != test.labels[row]).any()
 
 
@@ -106,6 +107,20 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
     assert {"Accuracy over thinking steps", "Halting steps", "Calibration of the Q head"} <= set(titles)
     pictures = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
     assert not re.search(r'(fill|stroke): (?!none|var\(--)[^;"]', pictures)
+
+
+def test_puzzles_of_a_plugin_that_is_not_imported_are_numbers(sudoku_folder, tmp_path, capsys):
+    data = shutil.copytree(sudoku_folder, tmp_path / "data")
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["builder"]["name"] = "mine"
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    run = write_run(tmp_path / "run", data, plugins=["mine/board.py"])
+    main([str(run), "--puzzles", "2"])
+    assert "so tokens are shown as numbers." in (error := capsys.readouterr().err)
+    assert error.endswith("add --plugin mine/board.py.\n")
+    page = (run / "report.html").read_text()
+    assert "TRM on data<" in page
+    assert unpacked(page)["symbols"] == ["", *"12345"]
 
 
 @pytest.mark.slow
@@ -265,6 +280,31 @@ def test_a_metric_of_one_network_is_drawn(tmp_path, sudoku_folder, monkeypatch):
     assert {chart.title for chart in learning_charts(read_run(run))} - {*plain} == {"struck"}
     drawn = comparison_charts(group_runs([read_run(run)]), "training steps")
     assert "struck, training" in {chart.title for chart in drawn}
+
+
+def test_a_puzzle_that_never_halts_and_a_step_without_a_log_row_are_named(sudoku_folder, tmp_path):
+    traced = random_traces(n=3)
+    wants = np.array([[False, True, False], [False] * 3, [False] * 3])
+    traced = dataclasses.replace(traced, trace=traced.trace._replace(wants_to_halt=wants))
+    halts = {puzzle["row"]: puzzle["halts_at"] for puzzle in picture_data(traced)["puzzles"]}
+    assert halts == {0: 2, 1: None, 2: None}
+    run = write_run(tmp_path / "run", sudoku_folder, has_checkpoint=False)
+    (run / "status").write_text('{"status": "stopped", "step": 47}')
+    values = page_values(read_run(run), traced)
+    captions = [chart.caption for chart in values["thinking_charts"]]
+    assert [text for text in captions if text.endswith("The last bar includes those that never halt: 1.")]
+    meanings = {name: meaning for name, _, meaning in values["highlights"]}
+    assert meanings["training time"].startswith("the first 40 of 47 training steps")
+    assert meanings["steps until halting"] == "of at most 3. Never halting counts as 3"
+
+
+def test_metrics_of_an_evaluator_have_charts(tmp_path):
+    names = ("signs_obeyed", "valid_accuracy", "count", "exact_accuracy", "pass@2", "pass@100")
+    of_all = {f"own/{name}": 0.5 for name in names} | {"unseen/own/valid_accuracy": 0.5, "accuracy": 0.5}
+    row = {"step": 1} | {f"eval/all/{name}": value for name, value in of_all.items()}
+    (tmp_path / METRICS_FILE).write_text(json.dumps(row))
+    titles = {chart.title for chart in learning_charts(read_run(tmp_path))}
+    assert titles == {"Cells right", "signs_obeyed", "valid", "pass@2"}
 
 
 def test_each_test_set_has_a_chart(tmp_path):

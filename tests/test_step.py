@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from config.files import load_defaults
 from distributed.world import rank
 from optimizers.learning_rate import learning_rates
 from tests.checkpoints import begin_training, do_step, replicated_tensors
@@ -191,7 +192,7 @@ def test_learning_rates_scale_with_the_batch():
 @pytest.mark.usefixtures("float64")
 def test_gradients_are_those_of_the_mean_over_the_global_batch():
     """The naive oracle: the same loss on the whole batch, differentiated by torch alone."""
-    chosen = {"loss_type": "stablemax_cross_entropy", "label_smoothing": 0.1, "halting_weight": 0.3}
+    chosen = load_defaults("arch/hrm")["loss"] | {"label_smoothing": 0.1, "halting_weight": 0.3}
     chosen |= {"supervision_decay": 0.7}
     config = tiny_config(arch=tiny_arch(halt_exploration_prob=0.0, loss=chosen).model_dump())
     batch = random_batch(_GLOBAL_BATCH)

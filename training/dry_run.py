@@ -94,15 +94,18 @@ class Needs:
         }
         return {part: num_bytes for part, num_bytes in memory.items() if num_bytes}
 
-    def activations(self, reasoning: Reasoning) -> float:
+    def activations(self, reasoning: Reasoning) -> float | None:
         """Estimates the bytes of activations that one process saves for the backward pass of a micro-batch.
 
-        A micro-batch is the part of the batch that one forward and backward pass computes.
+        A micro-batch is the part of the batch that one forward and backward pass computes. If the network has
+        no `Level`, the result is None, because only activations of levels can be estimated.
         """
         of_block = _WHOLE + _SHARED.get(self._config.arch.name, _USUALLY_SHARED) / self._tensor
         if self._config.activation_checkpointing == "block":
             of_block = _INPUT
         step = self._counter.count(reasoning, trains=True)
+        if not step.calls:
+            return None
         num_blocks = sum(graded * len(level.layers) for level, _, graded, _ in step.calls)
         at_once = self.slots / self._config.gradient_accumulation_steps
         # A pipeline stage saves activations of its blocks for the slots of all stages, so the sum is the
@@ -110,7 +113,10 @@ class Needs:
         return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
     def slots_that_fit(self, num_bytes: float, reasoning: Reasoning) -> int:
-        """Estimates how many slots fit into a process with `num_bytes` bytes of memory."""
+        """Estimates how many slots fit into a process with `num_bytes` bytes of memory.
+
+        The size of the activations must be known.
+        """
         of_slots = self.activations(reasoning) + self.memory()["carry"]
         fixed = sum(self.memory().values()) - self.memory()["carry"]
         return max(0, int((num_bytes - fixed) / of_slots * self.slots))
@@ -163,7 +169,7 @@ class Needs:
         return {purpose: traffic for purpose, traffic in sent.items() if traffic.bytes}
 
     def _state_bytes(self, reasoning: Reasoning) -> int:
-        elements = max(size for *_, size in self._counter.count(reasoning, trains=True).calls)
+        elements = max((size for *_, size in self._counter.count(reasoning, trains=True).calls), default=0)
         return elements * self._network.dtype.itemsize
 
 
@@ -187,7 +193,8 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     if missing:
         sizes_of_model += f"\ndataset not found: {missing}. Estimates assume puzzles of {seq_len} tokens."
     memory = needs.memory()
-    memory["activations, about"] = needs.activations(model.reasoning)
+    if (activations := needs.activations(model.reasoning)) is not None:
+        memory["activations, about"] = activations
     memory["together"] = sum(memory.values())
     sent = needs.sent(model.reasoning)
     flops = config.global_batch_size * counter.flops(model.reasoning, trains=True)
@@ -214,6 +221,9 @@ def describe(config: PretrainConfig, world_size: int) -> str:
 def _describe_fit(
     config: PretrainConfig, needs: Needs, reasoning: Reasoning, world_size: int
 ) -> Iterator[str]:
+    if needs.activations(reasoning) is None:
+        yield f"activations are unknown and not included, because arch={config.arch.name} has no Level"
+        return
     if device_type(config.device) == "cuda":
         if not torch.cuda.is_available():
             return

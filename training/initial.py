@@ -9,7 +9,7 @@ from torch import Tensor
 from checkpointing.finding import ARCH_WORD, find_checkpoint
 from checkpointing.loading import load_weights, take_rows
 from config.architecture import Architecture
-from config.files import changed_words, load_defaults
+from config.files import changed_words, load_arch_defaults
 from config.schema import PretrainConfig
 from dataset.metadata import Dataset
 from distributed import log
@@ -82,7 +82,7 @@ def copy_weights_(
 def _overrides_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
     overrides, current = [], instead_of.model_dump()
     if arch.name != instead_of.name:
-        overrides, current = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
+        overrides, current = [f"arch={arch.name}"], load_arch_defaults(arch.name)
     return overrides + overrides_of_arch(arch, current)
 
 

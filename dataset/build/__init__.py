@@ -52,8 +52,11 @@ def build_dataset(kind: str, arguments: Sequence[str]) -> None:
     """
     import_plugins(arguments)
     if kind not in (known := builders()):
+        is_option = kind.startswith("-")
+        problem = f"{kind} is before the name of a builder" if is_option else f"{kind!r} is not a builder"
         raise ValueError(
-            f"{kind!r} is not a builder. Pass one of {', '.join(known)}, then options or --help."
+            f"{problem}. Pass one of {', '.join(known)}, then options or --help. For a kind of yours, add "
+            "--plugin FILE after its name."
         )
     started = time.monotonic()
     builder = importlib.import_module(known[kind])

@@ -41,7 +41,9 @@ class Style:
         symbols: Text of each token, starting with token 0. A token beyond the last text is shown as its
             number.
         ansi: {token: ANSI color codes for a terminal, such as "30;102"}.
-        colors: {token: background color of a cell as #rrggbb}, for pictures and HTML pages.
+        colors: {token: background color of a cell as #rrggbb}, for pictures and HTML pages. They do not draw
+            the symbol of such a token, so choose a different color for each token. Only a report draws the
+            symbol, and only if it contains a letter from A to Z. Terminals draw all symbols.
         regions: {number of cells of a grid: index of the region of each cell, row by row}. Example of a
             region: a box of a Sudoku. Pages and pictures draw thicker lines between regions. A terminal has
             lines only if some region is not a rectangle.
