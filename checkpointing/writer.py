@@ -119,7 +119,7 @@ class CheckpointWriter:
         try:
             files = self._files_of_all(unfinished.name, written)
             manifest = unfinished / MANIFEST_FILE
-            manifest.write_text(manifest_text(files), encoding="utf-8")
+            manifest.write_bytes(manifest_text(files).encode())
             flush(manifest)
             with contextlib.suppress(OSError):  # some file systems cannot flush a folder
                 flush(unfinished)

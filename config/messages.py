@@ -75,10 +75,9 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
         messages = ["a text, in quotes" if "valid string" in text else text for text in messages]
         expected = "be " + " or ".join(message.removeprefix("Input should be ") for message in messages)
         expected = re.sub("^be (List|String) should ", "", expected)
-    if error["input"] is None:
-        in_steps = " To set the length in steps, set train_steps." if key == "epochs" else ""
-        return f"{key}=null should {expected}. Set a value, or remove {key}=null.{in_steps}"
-    return f"{key}={error['input']!r} should {expected}"
+    value = "null" if error["input"] is None else repr(error["input"])
+    in_steps = ". To set the length in steps, set train_steps" if (key, value) == ("epochs", "null") else ""
+    return f"{key}={value} should {expected}{in_steps}"
 
 
 def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> str:

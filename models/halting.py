@@ -153,7 +153,7 @@ class HaltingModel(nn.Module):
                 returns it for new puzzles. For the next step on the same puzzles, pass the returned carry.
             reasoning: Settings, such as `max_steps` (the thinking steps after which a puzzle halts in any
                 case), the number of cycles in a step, and the noise. `eval_reasoning` returns them for an
-                evaluation, and `Schedule.reasoning` (training/schedule.py) for a training step.
+                evaluation, and training/schedule.py for a training step.
             rng: Random numbers of the slots. They are needed for noise, dropout and exploration
                 (`sample_exploration`). LDT and Flow always need them.
 

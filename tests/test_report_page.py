@@ -304,7 +304,7 @@ def test_metrics_of_an_evaluator_have_charts(tmp_path):
     row = {"step": 1} | {f"eval/all/{name}": value for name, value in of_all.items()}
     (tmp_path / METRICS_FILE).write_text(json.dumps(row))
     titles = {chart.title for chart in learning_charts(read_run(tmp_path))}
-    assert titles == {"Cells right", "signs_obeyed", "valid", "pass@2"}
+    assert titles == {"Cells right", "signs obeyed", "valid", "pass@2"}
 
 
 def test_each_test_set_has_a_chart(tmp_path):

@@ -155,13 +155,13 @@ def test_a_name_of_a_model_that_is_no_text_is_refused(tmp_path, name, more):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step": None}, "step=None should be"),
+        ({"step": None}, "step=null should be"),
         ({"step": -1}, "step=-1 should be"),
         ({"metrics": []}, "metrics has no steps_summed"),
         ({"metrics": [{}]}, "metrics has no steps_summed"),
         ({"metrics": [{"steps_summed": 1, "loss": "x"}]}, "metrics[0]='x' should be"),
         ({"best": 7}, "best=7 should be"),
-        ({"dataset_fingerprint": None}, "dataset_fingerprint=None should be"),
+        ({"dataset_fingerprint": None}, "dataset_fingerprint=null should be"),
         (None, "key 'step' is missing"),
     ],
 )
