@@ -82,12 +82,15 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
         with collective_errors():
             if is_main() and len(checkpoints) > 1:
                 check_folders(checkpoints, config)
-        formats = [
-            choose_evaluation_format(
-                checkpoint.arch.forward_dtype, program.device, configured=config.forward_dtype
-            )
-            for checkpoint in checkpoints
-        ]
+            formats = [
+                choose_evaluation_format(
+                    checkpoint.arch.forward_dtype,
+                    program.device,
+                    allowed=checkpoint.arch.formats,
+                    configured=config.forward_dtype,
+                )
+                for checkpoint in checkpoints
+            ]
         formats = broadcast_object(formats)  # other ranks may run on other kinds of processors
         metrics = [
             evaluate_checkpoint(config, *pair, program.device)

@@ -109,8 +109,10 @@ class Solver:
         data_paths = [data_path] if isinstance(data_path, str | Path) else data_path
         folders = None if data_paths is None else [Path(path) for path in data_paths]
         self.checkpoint, self.raw, self.device = find_checkpoint(checkpoint), raw, choose_device(device)
-        trained_dtype = self.checkpoint.arch.forward_dtype
-        chosen = choose_evaluation_format(trained_dtype, self.device, configured=forward_dtype)
+        arch = self.checkpoint.arch
+        chosen = choose_evaluation_format(
+            arch.forward_dtype, self.device, allowed=arch.formats, configured=forward_dtype
+        )
         self.forward_dtype = chosen.name
         self.questions = Questions(self.checkpoint, folders)
         self.info = self.questions.info

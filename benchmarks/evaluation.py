@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = options.checkpoint or _train(Path(folder), is_quick=options.quick)
         checkpoint, device = find_checkpoint(path), choose_device(options.device)
         data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
-        number_format = choose_evaluation_format(checkpoint.arch.forward_dtype, device)
+        arch = checkpoint.arch
+        number_format = choose_evaluation_format(arch.forward_dtype, device, allowed=arch.formats)
         model = load_trained_model(checkpoint, data.metadata, forward_dtype=number_format.name).to(device)
         seconds, results = {"max": [], "act": []}, {}
         for _ in range(1 + options.rounds):

@@ -102,6 +102,18 @@ class ArchConfig(Strict):
     def has_puzzle_embeddings(self) -> bool:
         return self.puzzle_emb_ndim > 0
 
+    @property
+    def formats(self) -> list[NumberFormat]:
+        """Returns the number formats in which the model can compute. A plugin's model may have only one."""
+        return [name for name in typing.get_args(NumberFormat) if self._allows({"forward_dtype": name})]
+
+    def _allows(self, changes: dict[str, Any]) -> bool:
+        try:
+            type(self).model_validate(self.model_dump() | changes)
+        except pydantic.ValidationError:
+            return False
+        return True
+
     def check_outputs(self, names: list[str]) -> None:
         """Raises ValueError if the model does not have one of the outputs, such as "q_continue_logits"."""
         if "q_continue_logits" in names and not self.has_q_continue:

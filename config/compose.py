@@ -122,7 +122,7 @@ def _compose_or_show(
     dry_run: Callable[[Config, int], str] | None = None,
 ) -> Config | None:
     if options.help is not None:
-        show(help_text(schema.YAML, options.help))
+        show(help_text(schema.YAML, options.help, folders=options.config_dir))
         return None
     if options.world_size is not None and not (dry_run and options.cfg and options.world_size > 0):
         raise ValueError(
@@ -170,12 +170,17 @@ def _compose(
         folders = [quoted(str(Path(folder).resolve(strict=True))) for folder in config_dirs]
         translated += [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            composed = compose(schema.YAML, translated)
+            try:
+                composed = compose(schema.YAML, translated)
+            except HydraException:  # the message about an unknown key names the keys of plugins
+                of_plugins = [text for text in translated if text.startswith("plugins=")]
+                _load_plugins_of(OmegaConf.to_container(compose(schema.YAML, of_plugins)))
+                raise
             if set(_GROUPS) <= set(chosen_keys):
                 # Without arch.KEY=VALUE, because the model of the experiment may not have KEY.
                 others = [text for text in translated if not text.lstrip("+").startswith(("arch=", "arch."))]
                 if (usual := compose(schema.YAML, others).arch.name) != composed.arch.name:
-                    load_plugins([str(path) for path in composed.get("plugins") or ()])
+                    _load_plugins_of(OmegaConf.to_container(composed))
                     of_arch = [text for text in translated if text.startswith(("arch=", "hydra."))]
                     defaults = OmegaConf.to_container(compose(schema.YAML, of_arch).arch, resolve=True)
                     text = _leave_out_of_experiment(composed, set(chosen_keys), defaults, usual=usual)
@@ -244,9 +249,13 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
         values = OmegaConf.to_container(composed, resolve=True)
         for key in values.keys() & text_keys(schema) - set(schema.VERBATIM):
             values[key] = expand_home(key, values[key])
-        if isinstance(values.get("plugins"), list):
-            load_plugins([str(path) for path in values["plugins"]])
+        _load_plugins_of(values)
     return values
+
+
+def _load_plugins_of(values: dict[str, Any]) -> None:
+    if isinstance(paths := values.get("plugins"), list):
+        load_plugins([str(path) for path in expand_home("plugins", paths)])
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:

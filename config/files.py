@@ -12,7 +12,8 @@ from config.published import rename_old_keys
 from runtime.writing import to_yaml
 
 FOLDER = Path(__file__).parent
-_OTHER_FILE = re.compile(r"^  - (?!_self_)([\w/]+)$", re.MULTILINE)  # in the list `defaults` of a YAML file
+# A file in the list `defaults` of a YAML file: "  - shared/token # comment" or "defaults: [trm, _self_]".
+_OTHER_FILE = re.compile(r"^(?:  - |defaults: *\[ *)(?!_self_)([\w/]+)(?= *(?:#.*|[,\]].*)?$)", re.MULTILINE)
 _FORMER_FORMAT = "bfloat16"  # the default of `arch.forward_dtype` before there was `auto`
 
 
@@ -41,9 +42,12 @@ def _read_defaults(path: Path) -> DictConfig:
 def other_files(path: Path) -> list[Path]:
     """Returns the files in the list `defaults` of a YAML file, such as config/arch/shared/loss.yaml.
 
-    The list may also contain choices, such as `arch: hrm`. These are left out.
+    The list may also contain choices, such as `arch: hrm`. These are left out. The file of a plugin's model
+    may name files of config/arch.
     """
-    return [path.parent / f"{name}.yaml" for name in _OTHER_FILE.findall(path.read_text(encoding="utf-8"))]
+    names = _OTHER_FILE.findall(path.read_text(encoding="utf-8"))
+    files = [[folder / f"{name}.yaml" for folder in (path.parent, FOLDER / "arch")] for name in names]
+    return [found[0] for pair in files if (found := list(filter(Path.is_file, pair)))]
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:

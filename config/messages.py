@@ -194,7 +194,7 @@ def _data_of(experiment: str) -> str | None:
     return _data_of(other[1]) if other else command
 
 
-def help_text(program: str, topic: str = "") -> str:
+def help_text(program: str, topic: str = "", *, folders: Sequence[str] = ()) -> str:
     """Returns the text of --help: the keys of a program with their defaults and meanings.
 
     Raises ValueError for an unknown topic.
@@ -202,15 +202,17 @@ def help_text(program: str, topic: str = "") -> str:
     program: "pretrain", "evaluate", "solve", "page" or "search".
     topic: Argument after --help: "all", "experiment", "experiment=NAME", "arch=NAME" or a key. If it is "",
         the text contains the most used keys of pretrain, or all keys of another program.
+    folders: Folders with more YAML files, from --config-dir.
     """
     path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")
-    file = FOLDER / kind / f"{name}.yaml"
-    if program == "pretrain" and kind in ("arch", "experiment") and file.is_file():
+    files = [Path(folder, kind, f"{name}.yaml") for folder in (FOLDER, *folders)]
+    file = next(filter(Path.is_file, files), None)
+    if program == "pretrain" and kind in ("arch", "experiment") and file:
         return "\n".join(_help_of_arch(file)) if kind == "arch" else file.read_text(encoding="utf-8").rstrip()
     if program == "pretrain" and kind in ("arch", "experiment") and name:
-        of_plugin = " The model of a plugin is described in the plugin's YAML file." if kind == "arch" else ""
         raise ValueError(
-            f"--help {topic}: config/{kind} has no {name}.{of_plugin} Run --help all for a list."
+            f"--help {topic}: config/{kind} has no {name}. For a file of yours, add --config-dir FOLDER. Run "
+            "--help all for a list."
         )
     if topic == "experiment":
         return "\n".join(_help_of_experiments())
@@ -264,7 +266,7 @@ def _help_of_key(program: str, key: str) -> list[str]:
 
 def _title(path: Path) -> str:
     comments = [line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
-    return next(comment for comment in comments if not comment.startswith("@package"))
+    return next((comment for comment in comments if not comment.startswith("@package")), "")
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:

@@ -6,6 +6,7 @@ and measures nothing, so that the same command on the same machine always gives 
 launch.check` measures both rates, and compares them with the rule.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,19 +40,29 @@ def choose_format(device: torch.device) -> Choice:
 
 
 def choose_evaluation_format(
-    stored: NumberFormat, device: torch.device, *, configured: NumberFormat | None = None
+    stored: NumberFormat,
+    device: torch.device,
+    *,
+    allowed: Sequence[NumberFormat],
+    configured: NumberFormat | None = None,
 ) -> Choice:
     """Returns the number format in which to evaluate a trained model, with the reason.
 
     If the user has set a format, returns this format. If the device is a CPU without bfloat16 instructions,
-    returns float32. In all other cases, returns the format of the training.
+    returns float32. In all other cases, returns the format of the training. Raises ValueError if the model
+    does not allow the format that the user has set.
 
-    stored: Format of the training. configured: Format that the user has set. If None, the user has set none.
+    stored: Format of the training. allowed: Formats that the model allows. configured: Format that the user
+    has set. If None, the user has set none.
     """
     if configured is not None:
+        if configured not in allowed:
+            raise ValueError(
+                f"forward_dtype={configured}: the model allows only {', '.join(allowed)}. Remove it."
+            )
         return Choice(configured, "forward_dtype is set")
     rule = choose_format(device)
-    if device.type == "cpu" and (stored, rule.name) == ("bfloat16", "float32"):
+    if device.type == "cpu" and (stored, rule.name) == ("bfloat16", "float32") and rule.name in allowed:
         return rule
     return Choice(stored, "the model was trained in it")
 

@@ -18,6 +18,7 @@ from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.metadata import IGNORE_LABEL_ID, Dataset
 from dataset.plan import EvaluationPlan
 from distributed.collectives import ALONE, Ranks, RankSums, all_ranks, gather_objects
+from distributed.errors import local_errors
 from distributed.progress import Progress
 from distributed.world import is_main
 from evaluation.evaluators import Evaluators
@@ -236,7 +237,12 @@ class _SetSums:
         self._act_sums += torch.stack([(counted & is_exact).sum(), (counted * steps).sum()])
 
     def add(self, final: StepOutput) -> None:
-        self._metrics.add(self._network.objective.sums(final))
+        sums = self._network.objective.sums(final)
+        if "count" not in sums:  # of a plugin's model
+            with local_errors():
+                name = type(self._network.objective).__name__
+                raise ValueError(f'{name}.sums returns no "count", the number of answered puzzles. Add it.')
+        self._metrics.add(sums)
         if self._unseen is not None:
             self._unseen.add(self._network.objective.sums(self.select_unseen(final)))
         if self._outputs:

@@ -8,8 +8,12 @@ Elementwise operations, the optimizer and the recomputation of `activation_check
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +23,7 @@ from dataset.loader import Batch
 from models.blocks import Level, levels_of
 from models.carry import Reasoning
 from models.halting import HaltingModel
+from models.network import Network
 from models.random import SlotRng
 
 
@@ -57,6 +62,8 @@ class StepCounter:
     def flops(self, reasoning: Reasoning, *, trains: bool = False) -> float:
         """Returns the number of floating-point operations of one thinking step on one puzzle.
 
+        Raises ValueError if the network reads values of tensors, because the meta device has none.
+
         reasoning: Settings of the step, such as its number of cycles. trains: Whether to include the backward
         pass, and the extra forward passes that compute training targets.
         """
@@ -84,7 +91,8 @@ class StepCounter:
         arrays = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         rng = SlotRng.of_training(0, step=0, slots=range(1), device=device, **arrays)
         batch = Batch(tokens, tokens, rows.int(), rows)
-        state = network.start(batch, reasoning, None, rows == 0)
+        with _meta_errors(network):
+            state = network.start(batch, reasoning, None, rows == 0)
         # While the network runs, `record_call` replaces the blocks of every level, and only records the call.
         # The blocks are counted afterwards, once for each kind of call. This saves time.
         levels, calls_of_level = levels_of(network), collections.defaultdict(list)
@@ -96,7 +104,7 @@ class StepCounter:
         try:
             for name, level in levels.items():
                 level.run_blocks = functools.partial(record_call, name)
-            with _counter() as counter, torch.set_grad_enabled(trains):
+            with _counter() as counter, torch.set_grad_enabled(trains), _meta_errors(network):
                 _, prediction = network(state, tokens, rows.int(), reasoning=reasoning, rng=rng)
                 if trains:
                     outputs = [output for output in prediction if output is not None and output.requires_grad]
@@ -118,6 +126,24 @@ class StepCounter:
         if network.puzzle_emb is not None:
             network.puzzle_emb.pop_gradients()
         return Step(flops, counts)
+
+
+@contextlib.contextmanager
+def _meta_errors(network: Network) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        if "meta" not in reason.lower():
+            raise
+        of_torch = Path(torch.__file__).parent
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [frame for frame in frames if of_torch not in Path(frame.filename).parents][-1]
+        raise ValueError(
+            f"{Path(frame.filename).name}, line {frame.lineno}: {type(network).__name__} cannot run on the "
+            f"meta device, on which its operations are counted ({reason}). `start` and `forward` must not "
+            "read values of tensors, and must create tensors on the device of their arguments."
+        ) from error
 
 
 # h: Input of the first block, on the meta device. If the call has a gradient, the backward pass counts too.

@@ -65,6 +65,10 @@ class Network(nn.Module):
         super().__init__()
         assert arch.forward_dtype != "auto", "replace forward_dtype=auto by bfloat16 or float32 first"
         self.arch, self.objective = arch, self.objective_class(arch)
+        if self.objective.metrics.get("count", "") is not None:
+            raise ValueError(
+                f'{self.objective_class.__name__}.metrics lacks "count": None, the number of puzzles. Add it.'
+            )
         self.dtype, self.puzzle_emb = getattr(torch, arch.forward_dtype), None
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:

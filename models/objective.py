@@ -69,7 +69,8 @@ class Objective:
     Attributes:
         metrics: Metrics of an evaluation, {metric: name of the sum that divides it, or None}. Example:
             "exact_accuracy": "count" divides the number of right answers by the number of puzzles. The method
-            `sums` returns both numbers. Training also logs these metrics if `losses` returns their sums.
+            `sums` returns both numbers. Training also logs these metrics if `losses` returns their sums. The
+            entry "count": None is required. Its sum is the number of puzzles with a label that have halted.
         training_metrics: Metrics of training only, in the same form. `losses` returns their sums.
     """
 

@@ -102,7 +102,8 @@ def trace_of_run(
     if device is None:
         set_cpu_threads("auto")
         device = choose_device("auto")
-    forward_dtype = choose_evaluation_format(checkpoint.arch.forward_dtype, device).name
+    arch = checkpoint.arch
+    forward_dtype = choose_evaluation_format(arch.forward_dtype, device, allowed=arch.formats).name
     match = find_match(checkpoint, opened)
     opened, puzzles, _ = known_puzzles(opened, match, model=str(checkpoint))
     options = {"forward_dtype": forward_dtype, "rows": match and match.rows}

@@ -15,6 +15,7 @@ from evaluation.passes import SetResult, evaluate_split
 from evaluation.trace import record_trace
 from models import HaltingModel
 from models.blocks import levels_of
+from models.objective import Objective
 from tests.float64 import TOLERANCE, float64
 from tests.ranks import run_ranks
 from tests.sudoku_source import build_sets
@@ -146,3 +147,20 @@ def test_a_trace_is_what_the_network_answers_after_each_step(name, loss_type):
             wants_to_halt = model.network.wants_to_halt(state, prediction)
             assert np.array_equal(trace.wants_to_halt[:, step], wants_to_halt)
     assert trace.preds.shape == (3, model.eval_reasoning("max").max_steps, FACTS.seq_len)
+
+
+def test_an_objective_of_a_plugin_without_a_count_is_named(sudoku_folder, monkeypatch, capsys):
+    sums = Objective.sums
+    without = {name: by for name, by in Objective.metrics.items() if name != "count"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Objective, "metrics", without)
+        with pytest.raises(ValueError, match='^Objective.metrics lacks "count": None, the number of puzzles'):
+            tiny_model()
+
+    def sums_without_count(*arguments):
+        return {name: value for name, value in sums(*arguments).items() if name != "count"}
+
+    monkeypatch.setattr(Objective, "sums", sums_without_count)
+    with pytest.raises(SystemExit):
+        _evaluate(sudoku_folder)
+    assert 'error: Objective.sums returns no "count", the number of answered' in capsys.readouterr().err

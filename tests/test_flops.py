@@ -137,3 +137,20 @@ def test_what_the_page_of_the_field_says_of_recipes():
         step = counter.flops(model.eval_reasoning("max"))
         counted = [updates, slots, 1e6 * petaflops / updates / slots, petaflops, step / 1e9]
         assert [*map(float, figures)] == pytest.approx(counted, rel=5e-3), words
+
+
+def test_a_forward_that_reads_values_of_tensors_is_named_in_one_line(monkeypatch):
+    """Networks of plugins do, and the meta device has no values."""
+    model = tiny_model()
+    forward = model.network.forward
+
+    def reading(state, inputs, *arguments, **options):
+        assert int(inputs[0, 0]) >= 0
+        return forward(state, inputs, *arguments, **options)
+
+    monkeypatch.setattr(model.network, "forward", reading)
+    with pytest.raises(
+        ValueError, match=r"^test_flops.py, line \d+: HRM cannot run on the meta device"
+    ) as caught:
+        StepCounter(model, seq_len=FACTS.seq_len).flops(model.reasoning)
+    assert "\n" not in str(caught.value)

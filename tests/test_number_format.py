@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import solve
 from checkpointing.files import CONFIG_FILE
+from config.architecture import HRMConfig
 from config.files import fill_defaults, format_of
 from distributed.number_format import Choice, choose_evaluation_format, choose_format, instruction_set
 from runtime.writing import to_yaml
@@ -83,7 +85,23 @@ def test_a_gpu_that_emulates_bfloat16_computes_in_float32(monkeypatch, is_suppor
 def test_an_evaluation_keeps_the_format_unless_it_is_slow(monkeypatch, stored, rule, device, given, chosen):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     _pretend(monkeypatch, rule, "avx512_bf16")
-    assert choose_evaluation_format(stored, torch.device(device), configured=given).name == chosen
+    allowed = tiny_arch(forward_dtype=stored).formats
+    found = choose_evaluation_format(stored, torch.device(device), allowed=allowed, configured=given)
+    assert found.name == chosen
+
+
+def test_a_format_that_the_config_of_a_plugin_does_not_allow_is_not_chosen(monkeypatch):
+    class Config(HRMConfig):
+        forward_dtype: Literal["bfloat16"]
+
+    _pretend(monkeypatch, "AVX2", "avx512_bf16")
+    arch = Config(**tiny_arch().model_dump() | {"forward_dtype": "bfloat16"})
+    assert arch.formats == ["bfloat16"]
+    assert choose_evaluation_format("bfloat16", CPU, allowed=arch.formats).name == "bfloat16"
+    with pytest.raises(
+        ValueError, match="^forward_dtype=float32: the model allows only bfloat16. Remove it."
+    ):
+        choose_evaluation_format("bfloat16", CPU, allowed=arch.formats, configured="float32")
 
 
 @pytest.mark.parametrize("arch", [{}, {"forward_dtype": "auto"}, {"forward_dtype": "bfloat16"}])

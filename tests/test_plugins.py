@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from checkpointing.finding import find_checkpoint
 from config.architecture import architectures
-from config.compose import compose_overrides
+from config.compose import compose_config, compose_overrides
 from config.schema import PretrainConfig
 from dataset.build import build_dataset
 from dataset.kinds.kind import find_kind, kind_names
@@ -107,6 +108,25 @@ def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
         match=r"arch.name='gru' should be one of 'hrm', .*'ldt'\. For a model of yours, add plugins=",
     ):
         compose_overrides(PretrainConfig, _GRU[1:])
+
+
+def test_a_wrong_key_of_a_model_is_compared_with_its_keys_and_help_shows_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(write_plugins(tmp_path).parent)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["plugins=[~/mine/gru.py]", *_GRU[1:]]
+    for file in ("mine/gru.py", "mine/arch/gru.yaml"):
+        Path(file).write_text(Path(file).read_text().replace("L_layers", "num_blocks"))
+    with pytest.raises(ValueError, match="unknown key 'arch.num_block', did you mean 'arch.num_blocks'"):
+        compose_overrides(PretrainConfig, [*words, "arch.num_block=2"])
+    assert compose_overrides(PretrainConfig, [*words, "experiment=demo"]).arch.name == "gru"
+    with pytest.raises(
+        ValueError, match="config/arch has no gru. For a file of yours, add --config-dir FOLD"
+    ):
+        compose_config(PretrainConfig, ["--help", "arch=gru"])
+    assert compose_config(PretrainConfig, ["--help", "arch=gru", "--config-dir=mine"]) is None
+    shown = capsys.readouterr().out
+    assert re.search("arch.num_blocks=2 +blocks of the level\n", shown)
+    assert "arch.rope_theta=10000.0 " in shown, "a key of config/arch/shared/token.yaml"
 
 
 def test_the_options_of_an_optimizer_are_checked_by_its_class(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.collectives import broadcast_object
+from distributed.errors import collective_errors
 from distributed.launch import Program
 from distributed.world import is_main, rank, world_size
 from optimizers.learning_rate import peak_learning_rates
@@ -55,7 +56,9 @@ class Monitor:
         self._data = data
         self._seq_len = state.carry.data.inputs.shape[-1]
         self._counter = count_steps(program.config, data.dataset.metadata)
-        flops_of_step = self._counter.flops(state.model.eval_reasoning("max"))
+        with collective_errors():
+            flops_of_step = self._counter.flops(state.model.eval_reasoning("max"))
+            total = data.schedule.petaflops(data.schedule.total_steps, self._counter)
         self._run_info = {
             "num_parameters": state.weights.num_parameters,
             "gigaflops_per_step": flops_of_step / 1e9,
@@ -72,7 +75,6 @@ class Monitor:
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(program.config).items())
         sync = f", sync by {state.strategy.name}" if world_size() > 1 else ""
         layout = "" if state.mesh.is_plain else f" ({state.mesh})"
-        total = data.schedule.petaflops(data.schedule.total_steps, self._counter)
         log.info(
             f"{data.schedule.describe(state.step)}\n{state.weights.num_parameters:,} parameters "
             f"on {world_size()} x {self._device.type}{layout}{sync}; {rates}\n{self._slots(state)}\n"
