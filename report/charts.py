@@ -184,7 +184,7 @@ def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, c
         )
         axes.set_xlim(-0.04, 1.04)
         axes.set_ylim(-0.06, 1.08)
-        axes.set_xlabel("probability predicted by the Q head")
+        axes.set_xlabel("probability predicted by the model")
         axes.xaxis.set_major_formatter(_FRACTION)
         _format_axes(axes, share=True)
         return [

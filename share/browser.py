@@ -199,9 +199,11 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
             f"{MOST_TOKENS} for a search (LDT). Choose another checkpoint."
         )
     if needs_draws(model.network, model.eval_reasoning("max")) and not is_search:
+        is_random = model.network.is_random
+        cause = f"arch={checkpoint.arch.name} is random" if is_random else "init_noise or state_noise"
         raise ValueError(
-            f"checkpoint {checkpoint.path} needs noise (arch=flow, init_noise or state_noise). A page cannot "
-            "generate that noise. Choose another checkpoint."
+            f"checkpoint {checkpoint.path} needs noise ({cause}). A page cannot generate that noise. Choose "
+            "another checkpoint."
         )
     steps = config.halt_max_steps or model.eval_reasoning("max").max_steps
     if is_shipped:
