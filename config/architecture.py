@@ -9,6 +9,7 @@ checkpoint lacks a key, the key gets its default from these files, too (`fill_de
 So with the default of a new key, a model must compute the same as before the key existed.
 """
 
+import contextlib
 import math
 import typing
 from collections.abc import Iterator
@@ -104,15 +105,13 @@ class ArchConfig(Strict):
 
     @property
     def formats(self) -> list[NumberFormat]:
-        """Returns the number formats in which the model can compute. A plugin's model may have only one."""
-        return [name for name in typing.get_args(NumberFormat) if self._allows({"forward_dtype": name})]
-
-    def _allows(self, changes: dict[str, Any]) -> bool:
-        try:
-            type(self).model_validate(self.model_dump() | changes)
-        except pydantic.ValidationError:
-            return False
-        return True
+        """The number formats in which the model can compute. A plugin's model may have only one."""
+        formats = []
+        for name in typing.get_args(NumberFormat):
+            with contextlib.suppress(pydantic.ValidationError):
+                type(self).model_validate(self.model_dump() | {"forward_dtype": name})
+                formats.append(name)
+        return formats
 
     def check_outputs(self, names: list[str]) -> None:
         """Raises ValueError if the model does not have one of the outputs, such as "q_continue_logits"."""

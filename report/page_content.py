@@ -195,9 +195,9 @@ def learning_charts(run: RunRecord) -> list[Chart]:
     )
     of_q_head = "How often the Q head predicts correctly whether the answer is right."
     arch = run.config.get("arch")
-    explores = isinstance(arch, dict) and arch.get("halt_exploration_prob")
-    longer = "Training: randomly chosen puzzles must think longer. Test: t" if explores else "T"
-    of_steps = f"{longer}he model halts every puzzle."
+    of_steps = "The model halts every puzzle."
+    if isinstance(arch, dict) and arch.get("halt_exploration_prob"):
+        of_steps = "Training: randomly chosen puzzles must think longer. Test: the model halts every puzzle."
     table = [
         ("Loss", curves("lm_loss"), log, "Cross-entropy per cell."),
         ("Puzzles solved", solved, share | zero, of_solved),

@@ -31,9 +31,7 @@ class TrainedExamples:
             checkpoint `init_from`, or are random.
         is_this_run: Whether `checkpoint` is a checkpoint of this run.
         """
-        found = None
-        if checkpoint is None and config.init_from is None:
-            self._before = None
+        if checkpoint is None and config.init_from is None:  # the weights are random
             return
         if checkpoint is None:
             found = find_trained(find_checkpoint(config.init_from))
