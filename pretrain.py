@@ -9,7 +9,8 @@ From Python, in new processes:
     result = pretrain.run(["experiment=demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
-`result.metrics` is {name of a test set: its metrics}. Most datasets have one test set, named "all".
+`result.metrics` is {name of a test set: its metrics}. Most datasets have one test set, named "all". The test
+sets are those of `data_path`.
 
 A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
 run_name, a launch continues from the newest checkpoint of the run.
@@ -77,31 +78,34 @@ def train(program: Program[PretrainConfig]) -> int:
     # training step puts puzzles into the slots.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Overwrite the state of step 0 with the first of these that exists: the newest checkpoint of the run, the
-    # checkpoint that the config key `resume` names, the weights that the key `init_from` names.
+    # Overwrite the state of step 0 with the first of these that applies: the newest checkpoint of the run,
+    # the checkpoint that the config key `resume` names, the weights that the key `init_from` names.
     open_run_folder(config)
     checkpoints = CheckpointManager.of_run(config, data)
     # With several ranks, the watchdog ends a run that hangs. Loading may take long, so pause the watchdog.
     with program.watchdog.paused():
-        # `is_logged`: whether metrics.jsonl has the row of the loaded step. An earlier launch may have saved
-        # the checkpoint and then stopped before it logged the row. Then `run_steps` logs it.
+        # `is_logged`: whether metrics.jsonl has the row of the loaded step. True at step 0. If it is False
+        # and the step has a row, `run_steps` logs it first. Example: an earlier launch saved the checkpoint,
+        # and then stopped before it logged the row.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles that are training puzzles. If there are any, log a warning, or end the run with an
-    # error (config key `leaks`). `open_data` has compared the training puzzles of this run. Now also compare
-    # those of a checkpoint that the run started from.
-    training_puzzles = checkpoints.trained.at(schedule.total_steps)
+    # Find test puzzles on which the weights are trained. If there are any, log a warning, or end the run with
+    # an error (config key `leaks`). `open_data` has compared the training puzzles of this run. Now compare
+    # all puzzles on which the weights of the last step are trained: those of this run, and those of the
+    # checkpoint that the run started from.
+    training_puzzles = checkpoints.trained_at(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # If an earlier launch finished the run and logged its last row, there is nothing to do. If only the row
-    # is missing, `run_steps` logs it and runs no training step.
+    # End here if this launch has no step left, because the run is finished, `max_steps` is reached, or
+    # `stop_patience` ends the run. If only the row of the last step is missing, do not end here: `run_steps`
+    # logs it, and runs no training step.
     if is_logged:
-        # `stop_patience` may have ended the earlier launch. It ends a run only after an evaluation.
+        # `stop_patience` ends a run only after an evaluation.
         ends_early = schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
         if ends_early or state.step >= schedule.end_step:
             status = "finished" if ends_early else schedule.status(state.step)
             write_status(folder, status, step=state.step)
             log.info(f"nothing to do: {schedule.describe(state.step)}")
-            if config.report:  # Example: the run was finished before this key was set.
+            if config.report:  # the run may have been finished before this key was set
                 with program.watchdog.paused():
                     report_run(folder, program.device)
             return 0
@@ -115,7 +119,8 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    return end_torchrun()  # the exit status of this process
+    # If a rank received the signal, but torchrun did not, end torchrun too. Returns the exit status.
+    return end_torchrun()
 
 
 def run_steps(
@@ -133,13 +138,14 @@ def run_steps(
     Returns whether a signal such as Ctrl-C stopped the run.
 
     is_logged: Whether metrics.jsonl has the row of the current step. If False, this function first logs the
-    row, if the step has one. At step 0, pass True.
+    row, if the step has one. At step 0 there is nothing to log, so pass True.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over this rank's batches, with up to `num_answers` right answers of each puzzle.
     # - checkpoints: Saves checkpoints in the background. If the `with` block ends with an error, waits at
     #   most 60 s for the checkpoint that is being saved.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
+    #   It first ends the run with an error if a loss or gradient norm since the last check was not finite.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
     #   one. `is_agreed()` becomes True after the same step on all ranks, so that they stop together.
     #   A rank ends itself if it does not stop in time (distributed/signals.py).
@@ -181,8 +187,8 @@ def run_steps(
                     with monitor.paused("evaluating"):
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        # A signal interrupted the evaluation. The next launch evaluates again. Then it logs
-                        # the row. The checkpoint contains the training metrics of the row.
+                        # A signal interrupted the evaluation. The next launch evaluates again, and then logs
+                        # the row. The checkpoint of this step contains the metric sums that the row needs.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -208,10 +214,10 @@ def run_steps(
                 reasoning=schedule.reasoning(next_step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
-            # A signal may reach only one rank, but all ranks must stop after the same step. If any rank has
-            # received a signal before its last micro-batch of this step, the sum `stop_requests` is positive
-            # on all ranks, and `is_agreed()` becomes True. On CUDA, it becomes True one step later, so that
-            # the host does not wait. With local_steps, ranks exchange requests only in steps with a merge.
+            # A signal may reach only one rank, but all ranks must stop after the same step. So the ranks sum
+            # their stop requests in every step (with local_steps, in every merge). If the sum is positive,
+            # `is_agreed()` becomes True on all ranks. On CUDA, it becomes True only at the next sum, so that
+            # the host does not wait for the GPU.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
@@ -224,8 +230,8 @@ def run_steps(
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)  # does nothing if this step was saved before
             checkpoints.close()  # waits until the files are written
-            # If a signal came after the last step and before its log row, the status is "stopped", and the
-            # next launch logs the row.
+            # If a signal prevented the log row of the last step, the status is "stopped", and the next launch
+            # logs the row.
             lacks_row = monitor.is_row_due(state.step)
             status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
             write_status(folder, "failed" if checkpoints.last_save_failed else status, step=state.step)
@@ -242,7 +248,8 @@ class Trained(NamedTuple):
 
     Attributes:
         folder: Run folder.
-        metrics: Metrics of the last evaluation, as {test set: {metric: value}}.
+        metrics: Metrics of the test sets of `data_path` in the last evaluation: {test set: {metric: value}}.
+            Those of other sets, such as `test_data_path`, are in `rows`.
         rows: All rows of metrics.jsonl, the log of the run. Each is {"step": step, metric: value, ...}.
     """
 
@@ -254,7 +261,8 @@ class Trained(NamedTuple):
 def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
     """Trains in new processes, like `pretrain.py` from the command line, and prints their output.
 
-    Ctrl-C stops the run: the run saves a checkpoint, then this function raises KeyboardInterrupt.
+    Ctrl-C stops the run, and this function raises KeyboardInterrupt. If the training steps have begun, the
+    run first saves a checkpoint.
 
     Args:
         overrides: Command-line arguments of pretrain.py, such as "lr=1e-3". With the run_name of an existing
@@ -262,7 +270,8 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
         processes: Number of processes.
 
     Returns:
-        The run folder, the metrics of the last evaluation, and all rows of metrics.jsonl.
+        The run folder, the metrics of the last evaluation, and all rows of metrics.jsonl. Also if a signal
+        from elsewhere stopped the run.
 
     Raises:
         ValueError: If the config is wrong, or the run fails.

@@ -28,33 +28,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distributed.shards import Shard, Span, Spans, Tensors, tensor_of
-from distributed.world import is_main, rank, world_size
+from distributed.world import rank, world_size
 from runtime.reading import open_regular, parse_json
 
 _MOST = 2**48  # maximum number of elements of a tensor
-_SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
+# Key of the metadata of a file, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}. Example for
+# the first half of a tensor [768]: {"steps": [[[0, 384, 0, 1]], [768], false]}, where [0, 384, 0, 1] are
+# start, length, stride and count of a `Span`.
+_SHARDS = "shards"
 
 
 def _shard_file(section: str, rank: int, size: int) -> str:
     return f"{section}_{rank}_of_{size}.safetensors"
-
-
-def local_part(tensors: Tensors) -> Tensors:
-    """Returns {name: tensor or shard} with what this rank writes. Only rank 0 writes full tensors.
-
-    If a lower rank holds the same shard, only that rank writes it. The result then contains an empty shard of
-    the same name.
-
-    tensors: {name: full tensor or shard} of this rank. The names of the shards must be equal on all ranks.
-    """
-    local_tensors = {}
-    for name, value in tensors.items():
-        if isinstance(value, Shard):
-            nothing = value.tensor.reshape(-1)[:0]
-            local_tensors[name] = value._replace(tensor=nothing, spans=()) if value.is_copy else value
-        elif is_main():
-            local_tensors[name] = value
-    return local_tensors
 
 
 def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
@@ -63,8 +48,8 @@ def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
     Writes full tensors to <section>.safetensors, and the shards of this rank to
     <section>_<rank>_of_<ranks>.safetensors.
 
-    tensors: {name: full tensor or shard} that this rank writes, from `local_part`. section: Name of the
-    section, such as "optimizer".
+    tensors: {name: full tensor or shard} that this rank writes. section: Name of the section, such as
+    "optimizer".
     """
     full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}

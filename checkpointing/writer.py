@@ -4,8 +4,8 @@ If processes are killed at any time, step_<N> is complete or does not exist:
 
 1. `start` waits for the previous save. It copies the tensors of this rank to host memory. Training continues.
 2. The thread of each rank writes its files into the temporary folder step_<N>.tmp-<nonce>, and flushes them.
-3. The thread of rank 0 collects the sizes and SHA-256 hashes of the files of all ranks. It writes them to
-   manifest.json, renames the folder to step_<N>, and removes older checkpoints.
+3. The thread of rank 0 collects the sizes and SHA-256 hashes of the files of all ranks. It writes them, and
+   a hash of them, to manifest.json. Then it renames the folder to step_<N>, and removes older checkpoints.
 
 The threads communicate through the key-value store of torch.distributed. They do not use collectives, because
 all ranks must call collectives in the same order, and threads cannot guarantee that.
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from checkpointing.files import MANIFEST_FILE, checkpoints_in, manifest_text, step_of
-from checkpointing.tensors import local_part, save_section
+from checkpointing.tensors import save_section
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.shards import Shard, Tensors, tensor_of
@@ -207,6 +207,24 @@ class CheckpointWriter:
             self._thread.join(timeout_seconds)
             if not self._thread.is_alive():
                 self._thread = None
+
+
+def local_part(tensors: Tensors) -> Tensors:
+    """Returns {name: tensor or shard} with what this rank writes. Only rank 0 writes full tensors.
+
+    If a lower rank holds the same shard, only that rank writes it. The result then contains an empty shard of
+    the same name.
+
+    tensors: {name: full tensor or shard} of this rank. The names of the shards must be equal on all ranks.
+    """
+    local_tensors = {}
+    for name, value in tensors.items():
+        if isinstance(value, Shard):
+            nothing = value.tensor.reshape(-1)[:0]
+            local_tensors[name] = value._replace(tensor=nothing, spans=()) if value.is_copy else value
+        elif is_main():
+            local_tensors[name] = value
+    return local_tensors
 
 
 def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:

@@ -243,7 +243,7 @@ class InfiLoopConfig(RecursiveConfig):
     """The config of TRM with InfiLoop's gate.
 
     With the gate, a latent state is a weighted mean of its initial value and of the results of all calls of
-    the level since then. The weights of this mean are learned.
+    the level since then. The weights of this mean are computed from these values, with learned parameters.
     """
 
     title: ClassVar[str] = "InfiLoop"

@@ -99,8 +99,9 @@ class FlatParameters:
     Attributes:
         parameters: {name: parameter}, in the order of the flat tensors.
         weights: Flat tensor [size]. The sharded parameters are views of it.
-        shard: Range of positions in the flat tensors. No other rank of `shard_group` updates the sharded
-            parameters in this range.
+        update_shards: One range of positions in the flat tensors for each rank of `shard_group`. Of the
+            group, only rank i updates the sharded parameters in range i. The last ranges may be empty.
+        shard: The range of this rank in `update_shards`.
         master_weights: In mixed precision, `ShardBuffers` of the float32 weights that this rank updates.
             Without mixed precision, `ShardBuffers` with all of `weights`.
         gradients: Flat tensor [size] of the gradients, initially 0. It is empty if the parameters need no
@@ -185,8 +186,8 @@ class FlatParameters:
         if shard_group is None:
             shard_group = ALONE if self.weights_of_ranks is None else ranks
         self.shard_group, self.is_mixed = shard_group, dtype != first.dtype
-        self._shards = self._cut()  # one for each sharer; the last ones may be short or empty
-        self.shard = self._shards[shard_group.index]
+        self.update_shards = self._cut()
+        self.shard = self.update_shards[shard_group.index]
         self._sharded = {*sharded} & self._ranges.keys() if self.is_mixed else {*self._ranges}
         self._updated_ranges = self.around(self.shard)  # the ranges that this rank updates
         if self.is_mixed:
@@ -295,7 +296,7 @@ class FlatParameters:
             spans = (Span(part.start - begin, length),) if length else ()
             if cut := self.cuts.get(name):
                 spans, shape = cut.spans(slice(part.start - begin, part.stop - begin)), cut.shape
-            is_copy = shard is self.shard and self.ranks.index >= len(self._shards)
+            is_copy = shard is self.shard and self.ranks.index >= len(self.update_shards)
             tensor = shard_buffers.at(part) if length else self.message[:0]
             shards[name] = Shard(tensor, spans, shape, is_copy=is_copy)
         return shards
@@ -350,17 +351,7 @@ class FlatParameters:
         if self.weights_of_ranks is not None:
             self.weights_of_ranks.all_gather_(self.shard)
         else:
-            self.shard_group.all_gather_ranges_(self._padded, self._shards)
-
-    def average_shards(self) -> list[slice]:
-        """Divides the flat tensor of all weights among ranks, to average the weights (EMA).
-
-        Returns one range of positions for each rank. The ranges are disjoint. In mixed precision, a rank
-        averages only weights that it also updates.
-        """
-        shards = self._shards if self.is_mixed else [slice(0, self.size)]
-        num_copies = self.ranks.size // len(shards)
-        return [_cut_evenly(shard, num_copies)[copy] for copy in range(num_copies) for shard in shards]
+            self.shard_group.all_gather_ranges_(self._padded, self.update_shards)
 
     def all_gather_views(self, shard_buffers: ShardBuffers, shards: Sequence[slice]) -> dict[str, Tensor]:
         """Gathers values of all parameters, such as averaged weights, from all ranks.
@@ -383,7 +374,7 @@ class FlatParameters:
         # One range for each rank of `shard_group`, of about equal length. No range splits a matrix in
         # `unsplit`.
         if not self.unsplit or self.shard_group.size == 1:
-            return _cut_evenly(slice(0, self.size), self.shard_group.size)
+            return cut_evenly(slice(0, self.size), self.shard_group.size)
         ranges = self.ranges(self.unsplit, joins=False)
         edges = sorted({0, self.size, *(edge for part in ranges for edge in (part.start, part.stop))})
         targets = (self.size * index / self.shard_group.size for index in range(self.shard_group.size + 1))
@@ -425,8 +416,11 @@ class FlatParameters:
         return [*buckets, slice(last_begin, len(self.message))]
 
 
-def _cut_evenly(full: slice, count: int) -> list[slice]:
-    # The length is a multiple of 1024 elements. The last ranges may be shorter or empty.
+def cut_evenly(full: slice, count: int) -> list[slice]:
+    """Divides a range into `count` ranges, whose length is a multiple of 1024.
+
+    The last ranges may be shorter or empty.
+    """
     length = -(-(full.stop - full.start) // (_SHARD_ALIGNMENT * count)) * _SHARD_ALIGNMENT
     ends = [min(full.start + index * length, full.stop) for index in range(count + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]

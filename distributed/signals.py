@@ -32,8 +32,8 @@ from distributed.world import is_elastic, is_under_torchrun, local_rank, num_nod
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 EXIT_STUCK = 125  # exit status of a rank that was asked to stop, but did not finish its step
 EXIT_AGAIN = 123  # exit status of a stopped rank that makes an elastic torchrun restart it
-# If ranks exchange no stop request for this long after a signal, or after an exchange, the rank exits.
-# torchrun kills it after 30 s.
+# If a rank that has received a signal finishes no training step for this long, it exits. torchrun kills it
+# after 30 s.
 _GRACE_SECONDS = 20
 _TICK_SECONDS = 0.5
 
@@ -98,8 +98,8 @@ class Interruption:
     def record_requests(self, requests: Tensor | None) -> None:
         """Records whether any rank has received a signal to stop. All ranks call it after each step.
 
-        If `requests` is not 0, `is_agreed` returns True from then on. On CUDA, `is_agreed` changes one call
-        later, so that the CPU does not wait for the GPU.
+        If `requests` is not 0, `is_agreed` returns True from then on. On CUDA, `is_agreed` changes only at
+        the next call with a tensor, so that the CPU does not wait for the GPU.
 
         requests: Number of stop requests of all ranks, a scalar tensor, equal on all ranks. If the ranks did
         not exchange requests in this step (local_steps > 1), None.

@@ -10,7 +10,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from checkpointing.finding import Checkpoint
+from checkpointing.files import TRAINED_FILE
+from checkpointing.finding import Checkpoint, find_checkpoint
+from config.schema import PretrainConfig
 from dataset.equal import (
     UNKNOWN,
     Trained,
@@ -198,3 +200,25 @@ def find_trained(checkpoint: Checkpoint) -> Trained | None:
         held_out = join_repeats(data, hashes, held_out)
     trained = trained_in_folders(data, hashes, held_out)
     return Trained.of([*trained.values()], is_complete=checkpoint.init_from is None)
+
+
+def find_trained_before(
+    config: PretrainConfig, checkpoint: Path | None, *, is_this_run: bool
+) -> Trained | None:
+    """Returns hashes of the examples on which the weights of a run were trained before this launch.
+
+    If some of the examples are unknown, the field `is_complete` of the result is False. Returns None if the
+    weights are random. Raises ValueError if a file is damaged.
+
+    checkpoint: Folder of the checkpoint from which training continues. If None, the weights come from the
+    checkpoint `init_from`, or are random. is_this_run: Whether `checkpoint` is a checkpoint of this run.
+    """
+    if checkpoint is None and config.init_from is None:
+        return None
+    if checkpoint is None:
+        found = find_trained(find_checkpoint(config.init_from))
+    elif (found := read_trained(checkpoint / TRAINED_FILE)) is None and not is_this_run:
+        found = find_trained(find_checkpoint(checkpoint))
+    elif found is None:  # an older version saved it: only the examples of `init_from` are unknown
+        return Trained.of([], is_complete=config.init_from is None)
+    return Trained.of([], is_complete=False) if found is None else found

@@ -6,7 +6,7 @@ with local_steps > 1. There are two kinds of tables. `Replicated`: every rank ho
 of the ranks that divide the batch, one holds each row (`distributed.shards.rows_of_rank`). Before the forward
 pass, each rank fetches the rows that its slots read.
 
-Invariant: before a row changes, its old value is added to its average (`optimizers.puzzle_table_average`).
+Invariant: before a row changes, its old value is added to its average (`optimizers.average`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from config.schema import PretrainConfig
 from distributed.collectives import AllToAllPlan, Ranks
 from distributed.shards import Tensors, rows_of_rank, shard_of_rows, slots_of
-from optimizers.average import Average
-from optimizers.puzzle_table_average import RowAverage
+from optimizers.average import Average, RowAverage
 
 _PIECE = 2**16  # rows in one message, at most
 

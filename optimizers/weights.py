@@ -39,7 +39,8 @@ class Weights:
             two: one for the weights outside of transformer blocks, and one for this rank's part of the
             blocks.
         groups: Pairs of an optimizer and the names of the weights that it updates (`ParameterGroup`).
-        owned: Weights that this rank updates, {name: tensor or shard}. A shard is a part of a weight.
+        owned: Weights that this rank updates, {name: tensor or shard}. They are full tensors, unless ranks
+            divide the updates (`shard_group` in distributed/flat.py). Then they are parts of weights, shards.
         scalars: Numbers that are sent together with the gradients, such as the loss.
         absent: Names of the weights that only other pipeline stages hold.
 
@@ -118,19 +119,6 @@ class Weights:
                 tensors |= flat.parameters  # every rank has the full weights
         return tensors
 
-    def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites the weights that ranks divide into shards with the weights of rank 0.
-
-        All ranks of `ranks` call it. Weights that are not divided into shards do not change.
-
-        full_copies: On rank 0, {name: full weight}. On other ranks, {}. ranks: Group of all ranks of the run.
-        """
-        for name, shard in sorted(self.tensors().items()):
-            if isinstance(shard, Shard):
-                full = full_copies.get(name, self.flats[0].message.new_empty(shard.shape))
-                ranks.broadcast_([full])
-                shard.tensor.copy_(part_of_whole(full, shard).view_as(shard.tensor))
-
     def moments(self) -> Tensors:
         """Returns the optimizer state for a checkpoint, as {name: tensor or shard}.
 
@@ -153,6 +141,19 @@ class Weights:
         if self._trains_alone:
             return {name: shard_of_own(tensor, self.flats[0].ranks) for name, tensor in moments.items()}
         return moments
+
+    def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
+        """Overwrites the weights that ranks divide into shards with the weights of rank 0.
+
+        All ranks of `ranks` call it. Weights that are not divided into shards do not change.
+
+        full_copies: On rank 0, {name: full weight}. On other ranks, {}. ranks: Group of all ranks of the run.
+        """
+        for name, shard in sorted(self.tensors().items()):
+            if isinstance(shard, Shard):
+                full = full_copies.get(name, self.flats[0].message.new_empty(shard.shape))
+                ranks.broadcast_([full])
+                shard.tensor.copy_(part_of_whole(full, shard).view_as(shard.tensor))
 
 
 def build_flats(

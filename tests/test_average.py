@@ -10,9 +10,8 @@ import torch
 from distributed.collectives import all_ranks
 from distributed.flat import FlatParameters
 from models.network import Network
-from optimizers.average import Average, DenseAverage, warn_of_long_average
+from optimizers.average import Average, DenseAverage, RowAverage, warn_of_long_average
 from optimizers.puzzle_table import Replicated
-from optimizers.puzzle_table_average import RowAverage
 from tests.checkpoints import assert_equal, begin_training, do_step
 from tests.float64 import assert_close
 from tests.ranks import run_ranks

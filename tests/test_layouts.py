@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.tensors import load_joined, local_part, save_section
+from checkpointing.tensors import load_joined, save_section
+from checkpointing.writer import local_part
 from config.schema import PretrainConfig
 from distributed.collectives import barrier, broadcast_difference
 from distributed.errors import lost_connection

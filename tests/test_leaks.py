@@ -254,7 +254,7 @@ def test_a_run_also_knows_the_examples_of_the_checkpoint_that_it_started_from(le
         config = _config(leaky[1], **changes)
         with CheckpointManager(run, config=config, fingerprint="a", trained_on=second.trained_on) as manager:
             manager.resume(state_on(leaky[1], config))
-            found = manager.trained.at(1)
+            found = manager.trained_at(1)
         return len(found.hashes), found.is_complete
 
     assert resume(tmp_path / "nothing") == (number["b"], True)

@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from checkpointing.tensors import find_files, load_into_, load_joined, local_part, save_section
+from checkpointing.tensors import find_files, load_into_, load_joined, save_section
+from checkpointing.writer import local_part
 from distributed.collectives import Ranks
 from distributed.shards import (
     Shard,

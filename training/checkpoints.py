@@ -5,13 +5,12 @@ The order of the calls in the life of a checkpoint is:
 A save, after each step for which a checkpoint is due:
 
 1. pretrain.py: `run_steps` calls `CheckpointManager.save` (this file).
-2. training/state.py: `TrainState.step_and_metrics` returns the step and the metric sums, and `sections` and
-   `exports` return the tensors of this rank. `save` adds the other contents of state.json, and the examples
-   on which the weights were trained (training/trained.py).
+2. training/state.py: `TrainState.sections` and `exports` return the tensors of this rank. `save` adds
+   state.json, config.yaml, and the examples on which the weights were trained (`Trained` in
+   dataset/equal.py).
 3. checkpointing/writer.py: `CheckpointWriter.start` copies the tensors to host memory. Training continues. A
    thread on each rank writes the files of this rank into a temporary folder (`save_section` in
-   checkpointing/tensors.py). Rank 0 writes the manifest (`manifest_text` in checkpointing/files.py), and
-   renames the folder to step_<N>.
+   checkpointing/tensors.py). Rank 0 writes manifest.json, and renames the folder to step_<N>.
 
 A resume, at the start of the next launch:
 
@@ -63,15 +62,14 @@ from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, lost_connection
 from distributed.world import is_main, world_size
-from evaluation.metric_tables import is_number
-from optimizers.learning_rate import learning_rates
-from runtime.metrics_file import cut_back_rows, read_rows
+from evaluation.leaks import find_trained_before
+from runtime.metrics_file import cut_back_rows
 from runtime.writing import to_yaml, write_text
 from training.best import BestStep
 from training.initial import load_initial_weights_
 from training.run_folder import write_identities, writing_errors
+from training.schedule import log_rate_change
 from training.state import TrainState
-from training.trained import TrainedExamples
 
 if TYPE_CHECKING:
     from training.data import RunData
@@ -116,7 +114,6 @@ class CheckpointManager:
 
     Attributes:
         best: Remembers evaluations, and finds the best step so far (`BestStep`).
-        trained: The examples on which the weights were trained (`TrainedExamples`). Valid after `resume`.
         last_save_failed: Whether the last save failed, equal on all ranks. Valid after `close`.
     """
 
@@ -139,7 +136,8 @@ class CheckpointManager:
             "dataset": dataset_info,
             "joins_repeats": joins_repeats,
         }
-        self.trained = TrainedExamples(trained_on)
+        self._trained_on = trained_on
+        self._trained_before: Trained | None = None  # examples of earlier launches and runs, on rank 0
         self.best = BestStep(config)
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.best_of)
         self._total_steps: int | None = None  # of the run
@@ -172,17 +170,20 @@ class CheckpointManager:
         if state.step == self._newest_step:
             return
         self._newest_step, started = state.step, time.perf_counter()
-        numbers, sections = state.step_and_metrics(), state.sections() | state.exports()
-        small_files = self._small_files(state, numbers) if is_main() else {}
+        # On rank 0, the metric sums of each rank: [{"loss": 70.5, ..., "steps_summed": 10}, ...].
+        sums, sections = state.metrics.gather(), state.sections() | state.exports()
+        small_files = self._small_files(state, sums) if is_main() else {}
         self._writer.start(state.step, sections, small_files)
         if not self._config.checkpoint_async:
             self._writer.wait()
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
-    def _small_files(self, state: TrainState, numbers: dict[str, Any]) -> dict[str, bytes]:
+    def _small_files(self, state: TrainState, sums: list[dict[str, float]]) -> dict[str, bytes]:
         content = {
-            **numbers,
-            "best": self.best.state(),  # step and value of the best evaluation, or None
+            "step": state.step,
+            "metrics": sums,
+            # The best evaluation so far: {"metric", "selected_by", "step", "value"}, or None.
+            "best": self.best.state(),
             **self._described,
             "seq_len": state.carry.data.inputs.shape[-1],
             "total_steps": self._total_steps,
@@ -197,9 +198,20 @@ class CheckpointManager:
             STATE_FILE: (json.dumps(content, indent=1) + "\n").encode(),
             CONFIG_FILE: to_yaml(self._config.model_dump()).encode(),
         }
-        if (trained := self.trained.at(state.step)) is not None:
+        if (trained := self.trained_at(state.step)) is not None:
             small_files[TRAINED_FILE] = trained.to_bytes()
         return small_files
+
+    def trained_at(self, step: int) -> Trained | None:
+        """Returns hashes of all examples on which the weights at training step `step` were trained.
+
+        They are those of this run, and those of the checkpoint that the run started from. If some are
+        unknown, the field `is_complete` of the result is False. Call it after `resume`. Returns None on ranks
+        other than 0, and if `trained_on` of the constructor is None.
+        """
+        if not is_main() or self._trained_on is None:
+            return None
+        return self._trained_on(step).join(self._trained_before)
 
     def resume(self, state: TrainState, *, total_steps: int | None = None) -> bool:
         """Loads the checkpoint that the config key `resume` selects into `state`. All ranks call it.
@@ -228,7 +240,7 @@ class CheckpointManager:
                 with writing_errors(folder):
                     remove_unfinished_checkpoints(folder)
                 is_this_run = chosen is not None and chosen.parent == folder
-                self.trained.start_from(config, chosen, is_this_run=is_this_run)
+                self._trained_before = find_trained_before(config, chosen, is_this_run=is_this_run)
                 if chosen is not None:
                     self._check(chosen, content, is_this_run=is_this_run)
         chosen, content, is_this_run = broadcast_object((chosen, content, is_this_run))
@@ -239,12 +251,13 @@ class CheckpointManager:
             self._newest_step = state.step if is_this_run else None
             log.info(f"resuming from {chosen}")
             if is_main() and not is_this_run and total_steps is not None:
-                _log_rate_change(config, chosen, content, total_steps)
+                log_rate_change(config, chosen, content, total_steps)
         elif config.init_from is not None:
             load_initial_weights_(state, config, self._dataset)
 
         # Rank 0 removes the rows of metrics.jsonl after the step of the checkpoint, because this launch logs
-        # them again. The other rows contain the evaluations, from which `best` is restored.
+        # them again. The other rows contain the evaluations, from which `best` is restored. If the row of the
+        # best evaluation is lost, its value is known from state.json.
         rows = []
         with collective_errors():
             if is_main():
@@ -306,29 +319,3 @@ class CheckpointManager:
         if is_main():
             self._writer.remove_old()  # again, because an evaluation after the save may have found a new best
         self.last_save_failed = broadcast_object(self._writer.failure is not None)
-
-
-def _log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
-    """Logs a message if the learning rate jumps when a run continues from another run.
-
-    The message is logged if the rates of both runs differ by more than 1 % at the same step. Example: the
-    other run had fewer steps, so its learning rate was lower at its end.
-
-    chosen: Folder of a checkpoint of the other run (resume=PATH).
-    content: Content of the state.json of this checkpoint, such as {"step": 100, "total_steps": 500, ...}.
-    total_steps: Number of training steps of this run.
-    """
-    step, before, logged_step = content["step"], None, 0
-    for row, _ in read_rows(chosen.parent):
-        if row["step"] <= step and "train/lr" in row:
-            before, logged_step = row["train/lr"], row["step"]
-    same, after = (
-        learning_rates(config, at, total_steps=total_steps)["lr"] for at in (logged_step, step + 1)
-    )
-    if is_number(before) and abs(same - before) > 0.01 * before:
-        length = content.get("total_steps")
-        other = "" if length is None else f", that run had {length}"
-        log.info(
-            f"the learning rate changes from {before:.3g} to {after:.3g} after step {step}, because this run "
-            f"has another schedule than {chosen.parent}. This run has {total_steps} steps{other}."
-        )

@@ -1,13 +1,17 @@
 """The schedule of a run: the work that is due after each step. It depends on config, dataset and step."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 from config.schema import PretrainConfig
 from dataset.plan import TrainPlan
 from distributed import log
+from evaluation.metric_tables import is_number
 from models.carry import Reasoning
 from models.flops import StepCounter
 from optimizers.learning_rate import learning_rates
+from runtime.metrics_file import read_rows
 from training.strategy import next_sync, synced_steps
 
 
@@ -111,3 +115,29 @@ class Schedule:
         config = self._config
         end = f", max_steps={config.max_steps}" if self.end_step < self.total_steps else ""
         return f"{config.checkpoint_path} is at training step {step} of {self.total_steps}{end}"
+
+
+def log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
+    """Logs a message if the learning rate jumps when a run continues from another run.
+
+    The message is logged if the rates of both runs differ by more than 1 % at the same step. Example: the
+    other run had fewer steps, so its learning rate was lower at its end.
+
+    chosen: Folder of a checkpoint of the other run (resume=PATH).
+    content: Content of the state.json of this checkpoint, such as {"step": 100, "total_steps": 500, ...}.
+    total_steps: Number of training steps of this run.
+    """
+    step, before, logged_step = content["step"], None, 0
+    for row, _ in read_rows(chosen.parent):
+        if row["step"] <= step and "train/lr" in row:
+            before, logged_step = row["train/lr"], row["step"]
+    same, after = (
+        learning_rates(config, at, total_steps=total_steps)["lr"] for at in (logged_step, step + 1)
+    )
+    if is_number(before) and abs(same - before) > 0.01 * before:
+        length = content.get("total_steps")
+        other = "" if length is None else f", that run had {length}"
+        log.info(
+            f"the learning rate changes from {before:.3g} to {after:.3g} after step {step}, because this run "
+            f"has another schedule than {chosen.parent}. This run has {total_steps} steps{other}."
+        )

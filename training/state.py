@@ -70,13 +70,6 @@ class TrainState:
     def ranks(self) -> Ranks:
         return self.mesh.data
 
-    def step_and_metrics(self) -> dict[str, Any]:
-        """Returns {"step": step, "metrics": metric sums of each rank}, for state.json of a checkpoint.
-
-        All ranks call it. Ranks other than 0 may get None as the metric sums.
-        """
-        return {"step": self.step, "metrics": self.metrics.gather()}
-
     def sections(self) -> dict[str, Tensors]:
         """Returns the tensors that a checkpoint needs to continue this run.
 
@@ -142,6 +135,7 @@ class TrainState:
         """
         with collective_errors():
             self.step = content["step"]
+            # Each rank gets its own sums. If another number of ranks saved them, the first rank gets all.
             self.metrics.load_(content["metrics"])
             missing, sections = set(), self.sections()
             # The carry and buffers such as `H_init` are stored in the number format of the forward pass. A

@@ -11,12 +11,14 @@ called dense weights.
 
 A training step has ten parts. The comments in the code have the same numbers.
 
- 1. Draw the random numbers that must be drawn on the host. All others are drawn where they are needed.
+ 1. Draw the random numbers that must be drawn on the host. Example: the minimum number of thinking steps of
+    each slot, for exploration. All others are drawn where they are needed.
  2. Put a new puzzle and its initial latent state into each slot that has halted.
  3. Determine the numbers by which the loss is divided: the number of slots of all ranks
     (`global_batch_size`), and the counts that `divisors` of the objective returns, summed over ranks.
- 4. Zero the gradients. Divide this rank's slots into `gradient_accumulation_steps` micro-batches. For each
-    micro-batch, run the thinking step, decide which slots halt, compute the loss, and run the backward pass.
+ 4. Zero the gradients. Divide this rank's slots into `gradient_accumulation_steps` micro-batches (into more,
+    if they do not divide evenly). For each micro-batch, run the thinking step, decide which slots halt,
+    compute the loss, and run the backward pass.
  5. Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
     gradient flows into an earlier training step.
  6. Sum over all ranks with different slots: the gradients, the loss, and the stop requests. The stop request
@@ -26,58 +28,63 @@ A training step has ten parts. The comments in the code have the same numbers.
  8. If the forward pass reads copies of the updated weights, update the copies. For example, blocks that
     compute in bfloat16 read copies in bfloat16, except with sync=ddp.
  9. If `ema` is set, update the moving averages of the dense weights. The averages of puzzle embeddings are
-    updated when they are needed (optimizers/puzzle_table_average.py).
+    updated when they are needed (`RowAverage` in optimizers/average.py).
 10. Add the metrics of this rank to the sums for the next log row.
 
 The following config keys change some of these parts, which are named in parentheses.
 
-- `sync` (4, 6 to 8): The method of summing the gradients of dense weights (distributed/sync.py). With `flat`
-  and `ddp`, the last backward pass in part 4 already sends them, but not with a pipeline, tensor parallelism
-  or local steps. With `auto`, CPU processes of one Linux node sum them in shared memory in part 6, and divide
-  the update of the weights, as with the following key. If a key prevents this (`build_flats` in
-  optimizers/weights.py), and on all other machines, `auto` is the same as `flat`.
-- `data_parallel_shard_degree` (7, 8): The number of ranks in a group (-1: all ranks). The ranks of a group
-  divide the update of the dense weights, and exchange the updated weights in part 8 (distributed/flat.py).
-  With a pipeline or tensor parallelism, they divide only the weights of the blocks. The same is true if the
-  blocks compute in bfloat16, except with sync=ddp.
+- `sync` (4, 6): The method of summing the gradients of dense weights (distributed/sync.py). With `auto`, CPU
+  processes of one Linux node sum them in shared memory in part 6. In all other cases, `auto` is the same as
+  `flat` (`build_flats` in optimizers/weights.py lists the keys that prevent shared memory). With `flat` and
+  `ddp`, the last backward pass in part 4 already sends the gradients. Exceptions are a pipeline, tensor
+  parallelism and local steps, where part 6 sends them.
+- `data_parallel_shard_degree` (7, 8): The number of ranks in a shard group. The ranks of a shard group divide
+  the update of the dense weights, and exchange the updated weights in part 8 (ZeRO-1, distributed/flat.py).
+  1: Every rank updates all of its weights. -1: The group is as large as possible. auto: -1 with sums in
+  shared memory, otherwise 1. With a pipeline or tensor parallelism, a shard group divides only the weights of
+  the blocks, and every rank updates all other weights. The same is true if the blocks compute in bfloat16
+  (not with sync=ddp).
 - `sync_dtype` (4, 6, 8): The dtype in which ranks send the gradients of the dense weights, the loss and the
   stop requests. With `local_steps`, the dtype in which a merge sends the changes of these weights.
-- `local_steps=n` (3, 6, 8, 9): Each rank trains alone. Part 3 returns the numbers of this rank, such as its
-  number of slots, and part 6 sums nothing. After every n-th step, and after the last step of the run, part 8
-  merges. By default, all ranks get the mean of their weights (`LocalSteps` in training/strategy.py). A puzzle
-  embedding becomes the mean over the ranks that changed it. The ranks also exchange losses, norms and stop
-  requests. Each rank keeps its own optimizer state. Part 9 updates the averages only after a merge.
-- `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is stored on one rank, or with tensor
-  parallelism on the ranks of one group. Part 3 fetches the embeddings of the puzzles in the slots. Part 6
-  sends gradients to the ranks that store the embeddings (optimizers/puzzle_table.py).
+- `local_steps=n` (3, 6 to 9): Each rank trains alone. Part 3 uses only this rank's counts, such as its number
+  of slots. Part 6 does not communicate, and part 7 clips by the norm of this rank's gradients. After every
+  n-th step, and after the last step of the run, part 8 merges: by default, all ranks get the mean of their
+  weights (`outer_lr` and `outer_momentum` change this, see `LocalSteps` in training/strategy.py). A puzzle
+  embedding becomes the mean over the ranks that changed it. In a merge, ranks also exchange losses, norms and
+  stop requests. Each rank keeps its own optimizer state. Part 9 updates the averages only after a merge.
+- `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is stored on one rank (with tensor parallelism,
+  on all ranks of one tensor group). Part 3 fetches the embeddings of the puzzles in the slots. Part 6 sends
+  gradients to the ranks that store the embeddings (optimizers/puzzle_table.py).
 - `train_only=puzzle_embeddings` (4, 6, 7): The dense weights have no gradients, and do not change.
 - `pipeline_parallel_degree` (4, 6, 7): The ranks of a pipeline divide the blocks of the network. Each rank
   has its own slots, and in part 4 their activations pass through all ranks of the pipeline
   (distributed/pipeline.py).
-- `tensor_parallel_degree` (4, 6, 7, 8): The ranks of a group have the same slots. They divide each matrix of
-  the blocks. In part 4, they sum activations in the forward pass and gradients of activations in the backward
-  pass. Part 6 sums over ranks with different slots, so part 8 sums the stop requests over the ranks of a
-  group (distributed/tensor.py).
+- `tensor_parallel_degree` (4, 6 to 8): The number of ranks in a tensor group. These ranks have the same
+  slots, and divide each matrix of the blocks. In part 4, they sum activations in the forward pass and
+  gradients of activations in the backward pass. Part 6 does not sum over a tensor group. But a signal may
+  reach only one of its ranks, so part 8 sums the stop requests over the group (distributed/tensor.py).
 - With either of these two keys, part 6 sums the gradients of a block only over ranks with the same weights
   of this block. Part 7 sums squared norms over ranks with different weights, to get the norm of all
   gradients.
-- `arch.no_ACT_continue=false` (4), the default of HRM: The prediction q_continue changes when a slot halts,
-  and the loss has a term for it. With `arch.q_target=exact`, the target of this term comes from one more
-  thinking step in part 4, without gradient. With `deferred`, only slots that halt run this additional step.
-  All others get the target, and the term, in the next training step (models/objective.py).
+- `arch.no_ACT_continue=false` (4), the default of HRM: A slot wants to halt if its prediction q_halt is
+  greater than its prediction q_continue (instead of 0), and the loss has a term for q_continue. With
+  `arch.q_target=exact`, the target of this term comes from one more thinking step in part 4, without
+  gradient. With `deferred`, only slots that halt run this additional step. For any other slot, the next
+  training step computes the target, and its loss contains the term (models/objective.py).
 - `arch.boards_per_slot` (2, 5), only LDT: If it is greater than 1, a slot has several puzzles, called boards.
   Each training step picks one board of each slot at random. Only this board changes, and only it can halt.
 - `curriculum` (2, 4): The data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
   change during the run. In LDT and Flow, the thinking step may depend on the progress of the run also without
   a curriculum.
 - `activation_checkpointing=block` (4): The backward pass computes the activations of each block again.
-- `optimizer=muon` (7): With tensor parallelism, the ranks of a group exchange parts of the updates.
+- `optimizer=muon` (7): The ranks of a tensor group exchange parts of the updates.
 
-With `torchrun --nnodes MIN:MAX`, ranks may have different numbers of slots. A rank without slots runs one
-empty micro-batch, because the other ranks wait for its messages.
+With `torchrun --nnodes MIN:MAX`, ranks may have different numbers of slots, except with local steps or a
+pipeline. A rank without slots runs one empty micro-batch, because the other ranks wait for its messages.
 
-`PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse keys that cannot
-be combined. The step does not check whether the loss is finite. `Monitor` (training/monitor.py) does this.
+`PretrainConfig.mistakes` in config/schema.py refuses keys that cannot be combined. `check_layout` in
+training/layout.py refuses numbers of processes and slots that do not fit. The step does not check whether the
+loss is finite. `Monitor` (training/monitor.py) does this.
 """
 
 from collections.abc import Callable
@@ -114,16 +121,16 @@ def train_step(
         config: Config of the run.
         rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the puzzle
             embeddings.
-        clock: Measures how long the rank waits for other ranks in the parts 3, 6 and 8.
+        clock: Measures the time of the parts 3, 6 and 8, in which this rank waits for other ranks.
         reasoning: Settings of the thinking step, such as its noise. If None, those of the model.
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
     Returns:
-        The mean loss of a slot, the gradient norm before clipping, and the sum of the stop requests. This sum
-        is positive if a signal asked any rank to stop before its last micro-batch. All three are equal on all
-        ranks. With local_steps > 1, they are None, except after a merge. Then loss and norm are means over
-        ranks and over the steps since the previous merge. `averaged_steps` are the steps that part 9 adds to
-        the averages.
+        The mean loss of a slot, the gradient norm before clipping, the sum of the stop requests, and
+        `averaged_steps`, the steps for which part 9 has updated the averages. The sum is positive if a signal
+        asked any rank to stop before its last micro-batch. All are equal on all ranks. With local_steps > 1,
+        a step without a merge returns None three times and no steps. In the result of a merge, loss and norm
+        are means over ranks and over the steps since the previous merge.
     """
     state.step += 1
     network = state.model.network
@@ -146,8 +153,8 @@ def train_step(
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. A log row sums these values over ranks. So each rank adds its norm / number of ranks, and
-    # the row contains the mean. The norms of the ranks differ only with local_steps > 1.
+    # 10. Metrics. A log row contains sums over ranks, but of the norm it should contain the mean. So each
+    # rank adds its norm / number of ranks. (Only with local_steps > 1, the norms of the ranks differ.)
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -172,8 +179,9 @@ def forward_and_backward(
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
-    # A rank without slots has one empty micro-batch. With torchrun --nnodes MIN:MAX, the slots may not divide
-    # evenly. Example: if gradient_accumulation_steps is 3, 7 slots become micro-batches of 2, 2, 2 and 1.
+    # A micro-batch has num_slots // gradient_accumulation_steps slots, but at least 1. With torchrun --nnodes
+    # MIN:MAX, slots may be left over, and make further micro-batches. Example: if gradient_accumulation_steps
+    # is 3, 7 slots become micro-batches of 2, 2, 2 and 1. A rank without slots has one empty micro-batch.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
@@ -190,8 +198,8 @@ def forward_and_backward(
         with strategy.micro_batch(is_last=is_last):  # only the last backward pass may send gradients
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
-            # `loss` is a sum over slots. Here it is divided by the number of slots. If a term has another
-            # divisor, `losses` has multiplied it by slots / divisor.
+            # `loss` is a sum over slots. It is divided by the number of slots below. `losses` multiplies a
+            # term that has another divisor by slots / divisor, so that the result is term / divisor.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
@@ -209,7 +217,8 @@ def update(
     """Updates all weights and the moving averages.
 
     First sums the gradients over ranks. With local_steps > 1, the gradients are not summed. Instead, the
-    ranks merge their weights every `local_steps` steps, and the averages change only after a merge.
+    ranks merge their weights after every `local_steps` steps and after the last step of the run, and the
+    averages change only after a merge.
 
     Returns (norm of the dense weights' gradients before clipping, result of the training step).
 
