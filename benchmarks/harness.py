@@ -138,7 +138,8 @@ class Load:
     def other_cores(self) -> float | None:
         """Returns the mean number of cores that other programs used since this object was created.
 
-        Returns None if the system is not Linux. Call it after the child processes of this program have ended.
+        Returns None if the system is not Linux. Call it after the child processes of this program have ended,
+        because the system counts their CPU time only then.
         """
         now = cpu_seconds()
         if now is None or self._cpu is None:

@@ -187,10 +187,10 @@ class Carry(NamedTuple):
 
 
 class _ModelWithLoss(nn.Module):
-    """Runs the network once on a batch, and computes the loss.
+    """Runs one thinking step of the network, and computes the loss.
 
-    The batch of the previous call continues. If a puzzle of it has ended, the puzzle at the same position of
-    `batch` replaces it. Returns (new state of the batch, loss, {metric: sum over the batch}).
+    `forward(carry, batch)` continues the puzzles of `carry`. If a puzzle has halted, the puzzle at the same
+    position of `batch` replaces it. Returns (new carry, loss, {metric: sum over the batch}).
     """
 
     def __init__(self, network: Network):

@@ -143,9 +143,10 @@ def load_into_(
 def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
     """Returns {name: full tensor} of a section, such as "weights", in a checkpoint folder.
 
-    Joins the shards of all ranks that saved the checkpoint. A tensor whose values differ between ranks
-    (`Shard.is_by_rank`) has the shape [ranks, ...]. Raises ValueError if files of the section are missing or
-    damaged, and FileNotFoundError if the folder is missing.
+    Joins the shards of all ranks that saved the checkpoint. If each rank had its own full tensor of a name
+    (`Shard.is_by_rank`), the result is [ranks, ...], with one row for each rank. Example: the optimizer state
+    with local_steps > 1. Raises ValueError if files of the section are missing or damaged, and
+    FileNotFoundError if the folder is missing.
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, section):

@@ -103,8 +103,9 @@ def config_with(schema: type[Config], **values: Any) -> Config:
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
     """Splits the command line of this process into a config and the arguments for another program.
 
-    Returns (config, other arguments). The config gets the arguments that set a key of `schema`. The other
-    arguments are not checked. Returns None after --help and --cfg job, because they only print.
+    Returns (config, other arguments). The config gets the arguments `key=value` whose key is a field of
+    `schema`. All others, and each --config-dir, are for the other program, and are not checked. Returns None
+    after --help and --cfg job, because they only print.
     """
     options, config_overrides = _read_command_line(), []
     others = [f"--config-dir={folder}" for folder in options.config_dir]

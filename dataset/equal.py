@@ -75,7 +75,12 @@ class Compared(NamedTuple):
 
 
 def read_compared(data: PuzzleSet, split: str, folder: Path) -> Iterator[Compared]:
-    """Yields the data that decide which examples are equal, in chunks. Skips augmented copies."""
+    """Yields the data that decide which examples of a set are equal, as one `Compared` for each chunk.
+
+    Augmented variants are left out.
+
+    split: Split of the set, such as "test". folder: Folder of the dataset.
+    """
     metadata = load_metadata(folder, split)
     kind = read_info([folder], metadata).kind
     family = find_augmentation(kind.augmentation) if kind else None

@@ -36,8 +36,9 @@ class AnswerRules:
         count_conflicts: (inputs, answers) -> number of rules that each answer breaks, int64 [n]. -1 if
             the answer leaves even one cell without a value. None if the kind of puzzle does not count broken
             rules.
-        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. If every answer of the
-            model to a puzzle leaves a cell without a value, all rules of the puzzle count as broken.
+        count_rules: (inputs) -> number of rules that an answer to each input can break, int64 [n]. An
+            evaluation counts this number as the broken rules of a puzzle if every answer of the model to it
+            leaves a cell without a value. None if `count_conflicts` is None.
     """
 
     are_valid: Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -101,7 +101,9 @@ class Metadata:
 def columns_of(metadata: Metadata, *, needed_by: str) -> int:
     """Returns the number of columns of the grids of a dataset.
 
-    If the metadata do not contain the number, the grids must be square. Otherwise, raises ValueError.
+    If the metadata do not contain the number, returns the square root of seq_len, the number of cells. Raises
+    ValueError if seq_len is then not a square.
+
     needed_by: Name of the config key that needs grids, for the message.
     """
     if metadata.num_columns is not None:

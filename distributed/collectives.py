@@ -141,9 +141,10 @@ class Ranks:
     def all_gather_ranges_(self, full: Tensor, ranges: Sequence[slice]) -> None:
         """Fills the tensor `full` on all ranks. Rank r sends `full[ranges[r]]` to the others.
 
-        Usually, one collective sends all ranges. This needs ranges that divide the start of `full` into
-        pieces of equal length. The last pieces may be shorter or empty if `full` has room for pieces of full
-        length. Without such ranges, each range that is not empty is sent by one broadcast.
+        One collective sends all ranges if three conditions hold, where L is the length of the first range:
+        range r starts at r * L (or is empty), no range is longer than L, and `full` has at least L elements
+        for each rank. It also overwrites the elements between a shorter range and the next multiple of L. In
+        all other cases, one broadcast sends each range that is not empty.
 
         full: Tensor [n] to fill in place. ranges: One range for each rank, disjoint. All ranks pass the same
         ranges.

@@ -82,7 +82,8 @@ def answer_batches(
     """Runs the model on all examples, and yields its last output for each example.
 
     With `reasoning.halting="max"`, all examples make the same number of thinking steps, and there is one
-    output for each batch. With "act", an output contains the examples that ended in the same step.
+    output for each batch. With "act", an output contains the examples that ended in the same step. A sample
+    that ends because of `race` before its first step has no output.
 
     draw: `draw(carry)` returns the random numbers of the next step, or None if nothing is random.
     on_step: `on_step(output, halts)` is called after every step. `halts`, bool [batch], is True once for each

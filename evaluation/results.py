@@ -88,8 +88,9 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Chec
 def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     """Returns the name of the default folder for the results of an evaluation.
 
-    The name is "step_120", for example, if the options are the defaults and the data are those of the
-    training. Otherwise, it ends with a hash of `measured`, such as "step_120_1a2b3c4d".
+    The name is "step_120", for example, if all options have their defaults, and the evaluation reads the test
+    splits of the folders that the run was trained on, unchanged since then. Otherwise, the name ends with a
+    hash of `measured`, such as "step_120_1a2b3c4d".
 
     measured: The options and data that determine the results, from `measured_with`. Example: {"test":
     "1a2b...", "samples": [8]}.

@@ -107,7 +107,7 @@ class Answer(Step):
 
     @property
     def halting_step(self) -> int | None:
-        """The first step (from 1) after which the model would halt early. None if there is no such step."""
+        """The first step (from 1) after which the model wants to halt. None if there is no such step."""
         return next((step.number for step in self.steps if step.wants_to_halt), None)
 
     def __str__(self) -> str:

@@ -74,9 +74,9 @@ def connect(address: Sequence[Any], timeout_seconds: float) -> str:
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
     """Returns pairs of ranks to measure, such as [(0, 4), (0, 8), (4, 8)].
 
-    `measure_link` measures each pair. With several machines, only the first rank of each machine is used, as
-    in this example with four ranks a machine. With one machine, all ranks are used. With more than 8 used
-    ranks, only pairs with the first rank and pairs of consecutive ranks are returned.
+    `measure_link` measures each pair. With several machines, only the first rank of each machine is used. The
+    example above has three machines with four ranks each. With one machine, all ranks are used. With more
+    than 8 used ranks, only pairs with the first rank and pairs of consecutive ranks are returned.
 
     hosts: Host name of each rank.
     """

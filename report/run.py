@@ -153,7 +153,7 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
     """Reads the config, the log and the last evaluation from a run folder.
 
     A missing or damaged config or log becomes a text in `RunRecord.warnings`. Raises ValueError if the folder
-    does not exist or has no run.
+    does not exist. Without `evaluation`, also raises ValueError if the folder has no run.
 
     evaluation: Folder of the evaluation to report. If None, the newest one with default options, from
     evaluate.py or from the log of the run.

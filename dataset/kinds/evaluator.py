@@ -70,7 +70,8 @@ class Evaluator(Protocol):
         """Computes the metrics from the counts of all ranks. Called on rank 0.
 
         Returns {set: {metric: value}}, for example {"all": {"sudoku/exact_accuracy": 0.91, "sudoku/count":
-        1000}}. A test set without an answer that counts is left out.
+        1000}}. A test set is left out if no rank has counted an answer for it, for example because its
+        puzzles have no labels.
 
         partials: The counts of each rank, from `partial`.
         """

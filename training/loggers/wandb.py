@@ -158,11 +158,12 @@ class WandbRun:
         self._last_step = step
 
     def _record_best(self, metrics: dict[str, Any]) -> None:
-        """Updates the best value so far of each evaluation metric, as best/<metric> in W&B's summary.
+        """Updates the best value so far of evaluation metrics, as best/<metric> in W&B's summary.
 
         Values of earlier launches of the run are included. W&B itself would not include them.
 
-        metrics: {metric: value} of one row of metrics.jsonl. Only metrics of evaluations are used.
+        metrics: {metric: value} of one row of metrics.jsonl. Only metrics of evaluations are used of which it
+        is known whether higher or lower is better.
         """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None

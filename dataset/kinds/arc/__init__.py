@@ -40,7 +40,7 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ArcPuzzle(Puzzle):
-    """One test input of an ARC task, for a user who wants its answer."""
+    """One test input of an ARC task, with the task. solve.py shows the model's answer to it."""
 
     task: Task | None = None
     has_own_rule = True

@@ -10,11 +10,16 @@ from dataset.randomness import random_bits, random_orders
 def draw_symmetries(seed: int, *, stream: int, index: int, count: int, box: Box) -> np.ndarray:
     """Samples transforms that exchange rows, columns and digits of a Sudoku and keep it valid.
 
-    Returns uint8 [count, 1 + 3 n], for n digits. The bytes of a transform are: whether it transposes the grid
-    (1), the order of the rows (n), the order of the columns (n), and the new digits of 1 to n (n). Only grids
-    with square boxes are transposed.
+    Returns uint8 [count, 1 + 3 n], one transform in each row, for Sudokus with n digits. A row contains:
+
+    - 1 byte: 1 if the transform transposes the grid, otherwise 0. Grids without square boxes have 0.
+    - n bytes: the order of the rows.
+    - n bytes: the order of the columns.
+    - n bytes: the digits that replace 1, 2, ..., n.
 
     seed, stream, index: Together, they determine the random numbers.
+    count: Number of transforms.
+    box: Numbers of rows and columns of a box of the Sudoku.
     """
     rows, columns = box
     size = rows * columns
