@@ -114,12 +114,13 @@ def answer_batches(
             yield output
         return
 
-    # Later batches refill the slots; at the end the batch becomes smaller, and runs without compiled blocks.
-    # All ranks of a pipeline must make the same calls. While one rank has work, the others run with padding
-    # in idle slots.
-    running, waiting = None, None  # the carry of slots at work; real rows that wait for a slot
+    # If a puzzle halts, the next puzzle takes its slot. At the end of the data, the batch becomes smaller,
+    # and runs without compiled blocks.
+    running, waiting = None, None  # the carry of the slots at work; examples that wait for a slot
     num_slots, has_more, device = 0, True, next(model.parameters()).device
     while True:
+        # Decide whether to read a batch, to run a thinking step, or to end. All ranks of a pipeline do the
+        # same, because they must make the same calls of the network. A rank without work runs padding.
         num_running = 0 if running is None else len(running.steps)
         num_rows = num_running + (0 if waiting is None else len(waiting.rows))
         needs_batch = has_more and (waiting is None or num_rows < num_slots)
@@ -127,6 +128,7 @@ def answer_batches(
         needs = stages.all_gather_counts(need, device=device)
         if max(needs) == _NOTHING:
             return
+        # Read a batch. Its examples wait. `idle` has the same shape, but contains only padding.
         if max(needs) == _BATCH:
             if has_more := (batch := next(batches, None)) is not None:
                 num_slots = max(num_slots, len(batch.rows))
@@ -134,6 +136,7 @@ def answer_batches(
                 new = batch.select(batch.is_real)
                 waiting = new if waiting is None else Batch.join([waiting, new])
             continue
+        # Move waiting examples into free slots. In a pipeline, fill the other free slots with padding.
         num_busy = min(num_slots, num_rows)
         num_new = num_busy - num_running
         new, waiting = waiting.select(slice(num_new)), waiting.select(slice(num_new, None))
@@ -142,17 +145,20 @@ def answer_batches(
         parts = [] if running is None else [running]
         if len(new.rows):
             parts.append(begin(new))
+        # Run a thinking step on all slots. Leave out the padding of the result.
         with eager_blocks(is_rare=num_running + len(new.rows) != num_slots):
             output = step(Carry.join(parts)).select(slice(num_busy))
+        # End the samples that have lost their race, both in slots and among the waiting ones.
         if race is not None:
             carry = output.carry
             race.record(carry, model.network.wants_to_halt(carry.state, output.prediction))
             halted = carry.halted | race.is_lost(carry.data.rows, carry.steps)
             output = output._replace(carry=carry._replace(halted=halted))
             lost = race.is_lost(waiting.rows, torch.zeros_like(waiting.rows))
-            if lost.any():  # results need an entry of every attempt, also of one that never ran
+            if lost.any():  # results need an entry of every sample, also of one that never ran
                 on_step(*_unanswered(begin(waiting.select(lost)), output))
             waiting = waiting.select(~lost)
+        # Yield the examples that have halted. The others go on.
         on_step(output, output.carry.halted)
         done, going_on = (mask.nonzero().flatten() for mask in (output.carry.halted, ~output.carry.halted))
         if len(done):
