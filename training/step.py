@@ -36,8 +36,8 @@ The following config keys change some of these parts, which are named in parenth
 - `sync` (4, 6): The method of summing the gradients of dense weights (distributed/sync.py). With `auto`, CPU
   processes of one Linux node sum them in shared memory in part 6. In all other cases, `auto` is the same as
   `flat` (`build_flats` in optimizers/weights.py lists the keys that prevent shared memory). With `flat` and
-  `ddp`, the last backward pass in part 4 already sends the gradients. Exceptions are a pipeline, tensor
-  parallelism and local steps, where part 6 sends them.
+  `ddp`, the last backward pass in part 4 already sends the gradients. Exception: with a pipeline or tensor
+  parallelism, part 6 sends them. With local steps, gradients are not sent.
 - `data_parallel_shard_degree` (7, 8): The number of ranks in a shard group. The ranks of a shard group divide
   the update of the dense weights, and exchange the updated weights in part 8 (ZeRO-1, distributed/flat.py).
   1: Every rank updates all of its weights. -1: The group is as large as possible. auto: -1 with sums in
