@@ -45,8 +45,8 @@ class Augmentation(NamedTuple):
         has_translations: Whether each example also has a translation: the numbers of rows down and of columns
             right by which its grid moves.
         may_turn: Whether rotated and mirrored puzzles are valid, too. If True, the model LDT rotates and
-            mirrors puzzles at random. If the boxes of a Sudoku are not square, it uses only symmetries that
-            map rows to rows, because the others make the Sudoku invalid.
+            mirrors puzzles at random. If the boxes of a Sudoku are not square, LDT uses only the symmetries
+            that map rows to rows, because the others make the Sudoku invalid.
         may_permute: Whether a puzzle stays valid under every permutation of its values, such as the digits of
             a Sudoku. If True, the model LDT permutes the values at random.
     """

@@ -65,9 +65,9 @@ def find_source_files(
 
     source: A file, a folder, or an address of the Hugging Face Hub, hf://datasets/OWNER/NAME. choose:
     Function that gets the names of all files in the folder or on the Hub, and returns the names of the files
-    to read. It raises ValueError if a file is missing. If `source` is a file, it is not called. needed: Names
-    of the needed files for messages, such as "train.csv and test.csv". output_dir: Folder that the builder
-    will replace. If this folder contains the files, raises ValueError.
+    to read. It raises ValueError if a file is missing. If `source` is a file, `choose` is not called. needed:
+    Names of the needed files for messages, such as "train.csv and test.csv". output_dir: Folder that the
+    builder will replace. If this folder contains the files, raises ValueError.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")

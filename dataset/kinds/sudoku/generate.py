@@ -33,8 +33,8 @@ def generate_puzzle(
     solutions. A larger puzzle may have clues that are not needed.
 
     seed, stream, index: Together, they determine the random numbers. clues: Allowed numbers of clues, such as
-    range(32, 41). Random clues are added to the minimal puzzle, until it has one of these numbers of clues,
-    selected at random. If the minimal puzzle has more clues than all of these numbers, returns None.
+    range(32, 41). Random clues are added until the puzzle has one of these numbers of clues, selected at
+    random. If the puzzle already has more clues than all of these numbers, returns None.
     """
     size, num_cells, every_digit = boards_of(box)[:3]
     bits = random_bits(seed, stream=stream, index=index, count=num_cells * (size + 2) + 1)
