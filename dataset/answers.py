@@ -24,9 +24,9 @@ def read_answers(
 ) -> np.ndarray:
     """Returns up to `num_answers` right answers of each example: int32 [n, num_answers, seq_len].
 
-    The first answer is the label of the example. If there are more than `num_answers` - 1 others, a random
-    selection of them is returned. The selection depends only on the seed and the index of the example. Unused
-    entries are IGNORE_LABEL_ID.
+    The first answer is the label of the example. If the example has more than `num_answers` - 1 other
+    answers, `num_answers` - 1 of them are selected at random. The selection depends only on the seed and the
+    index of the example. Unused entries are IGNORE_LABEL_ID.
 
     rows: Indices of the examples in the set, int64 [n]. puzzles: Index in the set of the puzzle of each
     example, int64 [n].

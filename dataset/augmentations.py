@@ -44,10 +44,11 @@ class Augmentation(NamedTuple):
             or None) -> transformed tokens, uint8 [n, seq_len].
         has_translations: Whether each example also has a translation: the numbers of rows down and of columns
             right by which its grid moves.
-        may_turn: Whether every rotated or mirrored puzzle is valid, too. The model LDT then rotates and
-            mirrors puzzles at random.
-        may_permute: Whether a puzzle stays valid under every permutation of its symbols. The model LDT then
-            permutes the symbols at random.
+        may_turn: Whether rotated and mirrored puzzles are valid, too. If True, the model LDT rotates and
+            mirrors puzzles at random. If the boxes of a Sudoku are not square, LDT uses only the symmetries
+            that map rows to rows, because the others make the Sudoku invalid.
+        may_permute: Whether a puzzle stays valid under every permutation of its values, such as the digits of
+            a Sudoku. If True, the model LDT permutes the values at random.
     """
 
     num_bytes: Callable[[int, int], int]

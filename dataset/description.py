@@ -54,8 +54,8 @@ class DatasetInfo:
         """Returns the labels to compare answers with: tokens [n, seq_len].
 
         Some kinds of puzzles, such as coloring, have several right answers. If the rules of such a kind
-        accept an answer, the answer replaces the label. Other labels stay, and so does a label without a
-        scored cell.
+        accept an answer, the answer replaces the label. In all other cases, the label stays, also if none of
+        its cells is scored.
 
         inputs, labels, answers: Tokens [n, seq_len]. A cell with the label IGNORE_LABEL_ID is not scored.
         """
@@ -97,17 +97,17 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Returns a copy of a dataset with more metadata of its training split, which the model LDT needs.
+    """Returns a copy of a dataset. In its training split, the metadata have three more fields, for LDT.
 
     Reads the originals of all training puzzles. If the manifest of a folder says that training puzzles have
-    several right answers, reads all training examples of this folder instead. Sets these fields of the
-    metadata:
+    several right answers, reads all training examples of this folder instead. The model LDT needs these
+    fields:
 
     - `candidates`: input * vocab_size + label for each pair (input token, label) that occurs in a cell,
       ascending. For an unscored cell, such as the padding beside a small grid, the input stands in for the
       label. Examples without a scored cell are left out.
-    - `may_turn`: whether every rotated or mirrored puzzle is valid
-    - `may_permute`: whether a puzzle stays valid under every permutation of its symbols
+    - `may_turn`: whether LDT may rotate and mirror the puzzles (`Augmentation.may_turn`)
+    - `may_permute`: whether LDT may permute the values of the puzzles, such as the digits of a Sudoku
     """
     metadata, found = data.metadata, set()
     parts = [pair for puzzle_set in data.splits["train"].sets.values() for pair in puzzle_set.parts]
@@ -134,8 +134,8 @@ def with_candidates(data: Dataset) -> Dataset:
 def read_names(folder: Path) -> list[str]:
     """Returns the names of the puzzles of a dataset folder, in the order of the puzzle identifiers.
 
-    Example: ["<blank>", "0a938d79"]. Returns [] if the file identifiers.json is missing or does not contain a
-    list.
+    Example: ["<blank>", "0a938d79"]. Returns [] if the file identifiers.json is missing or contains other
+    JSON than a list. Raises ValueError if the file cannot be read or is not JSON.
     """
     try:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)

@@ -70,7 +70,7 @@ def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.nda
 
 
 def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
-    """Returns the settings with which the script grid.js draws grids on a web page, for JSON."""
+    """Returns the settings with which the script grid.js draws grids on a web page, as values for JSON."""
     tokens = range(metadata.vocab_size)
     is_blank = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
     return {
@@ -208,8 +208,8 @@ def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -
     """Returns the appearance of a cell in an SVG.
 
     is_clue: Whether the puzzle gives the cell. doubt: How unsure the model is about the cell, from 0 (sure)
-    to 1. The doubt sets the opacity of the background. For a clue without a color in `style`, it has no
-    effect.
+    to 1. The doubt sets the opacity of the background. Exception: if the cell is a clue, and its token has no
+    color in `style`, the opacity is 1.
     """
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))

@@ -4,10 +4,11 @@ The hash of an example depends on the tokens of the input, but not on their dtyp
 dataset has several puzzle identifiers, such as the tasks of a pairs dataset, the hash also depends on the
 name of the identifier.
 
-In ARC, the hash depends on the grids of input and answer, but not on the task or on the positions of the
-grids in the field. A model may train on the demonstrations of a test task, but not on its test pairs.
+In ARC, an example is a pair of an input grid and an answer grid. The hash depends on both grids, but not on
+the task or on the positions of the grids in the field. The demonstrations of a test task may be training
+examples. Its test pairs must not be training examples.
 
-Only the examples of originals, the first puzzles of the groups, have hashes. Their variants are not read.
+Only the originals (the first puzzle of each group) are hashed. The variants are not read.
 
 Checkpoints contain hashes (`Trained`). If the hash function changes, the hashes in earlier checkpoints become
 useless.
@@ -260,9 +261,9 @@ class Trained:
         return (found[self.hashes.searchsorted(hashes)] == hashes) & (hashes != UNKNOWN)
 
     def covers(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns whether a training example with each of these hashes would be stored: bool [n].
+        """Returns for each hash whether it would be stored if its example were trained on: bool [n].
 
-        False for `UNKNOWN`, and for hashes outside the sample.
+        `UNKNOWN` is never stored. If `rate` is less than 1, only hashes below rate * 2^64 are stored.
 
         hashes: Hashes of any examples, uint64 [n].
         """

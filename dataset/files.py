@@ -86,7 +86,7 @@ def splits_with_several_solutions(folder: Path) -> list[str]:
     """Returns the splits in which the builder found puzzles with several solutions, such as ["train"].
 
     Reads the file manifest.json in the folder. Returns [] if the file is missing or lists no splits. The
-    builder of a Sudoku dataset checks only a sample of the puzzles.
+    builder of a Sudoku dataset checks at most 1000 puzzles of each split. So it may miss such puzzles.
     """
     try:
         found = read_json(folder / MANIFEST)["several_solutions"]

@@ -1,8 +1,9 @@
 """Identities of puzzle embeddings: which puzzle identifiers of two datasets stand for the same puzzle.
 
-A puzzle identifier is a number that stands for other puzzles in other datasets. So a run also stores the
-identity of each puzzle: its name, and for an ARC task a digest (hash) of the demonstrations, if the builder
-knows the task. With several dataset folders, the name of the folder is part of the identity.
+A puzzle identifier is a number. The same number stands for different puzzles in different datasets. So a run
+also stores the identity of each puzzle: its name, and for an ARC task a digest (hash) of the demonstrations.
+The digest is missing if the dataset has no file digests.npy. With several dataset folders, the name of the
+folder is part of the identity.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ class Match(NamedTuple):
     Attributes:
         rows: Row of the table for each puzzle identifier, int64 [identifiers]. -1 if the table has no row for
             its puzzle.
-        is_other: bool [identifiers]. True if the model was trained on a puzzle with the same name, but this
-            puzzle was an ARC task with other grids. `rows` is then -1.
+        is_other: bool [identifiers]. True if the model was trained on an ARC task with the same name, but
+            with other demonstrations. `rows` is then -1.
         num_rows: Number of rows of the table.
         num_additional: Number of puzzle names of the model that the dataset does not have. The name "<blank>"
             does not count.

@@ -28,8 +28,9 @@ class Leaked(NamedTuple):
         exact: Number of test puzzles that are equal to a training puzzle.
         symmetric: Number of test puzzles that are equal to a training puzzle or to a transformed training
             puzzle, such as a rotated one. None if the transforms of this kind of puzzle are not known.
-        at_most: Upper bound of `symmetric`. It also counts a test puzzle without a match if its comparison
-            reached a limit: 16 training puzzles with the same hash, or 20,000 steps for one of them.
+        at_most: Upper bound of `symmetric`. It also counts each test puzzle for which the search found no
+            equal training puzzle, but stopped at a limit: 16 training puzzles with the same hash, or 20,000
+            steps for one of them. None if `symmetric` is None.
     """
 
     name: str

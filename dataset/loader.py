@@ -22,7 +22,7 @@ _END_SECONDS = 5.0  # maximum wait for a read in progress
 class Batch(NamedTuple):
     """A batch of examples as tensors. With several ranks, this rank's part of the batch.
 
-    The carry, the state of a model between two steps, also contains a `Batch`. Its `answers` is None.
+    The carry (what the slots store between two steps) also contains a `Batch`, with `answers` of None.
 
     Attributes:
         inputs: Tokens, int32 [batch, seq_len].
@@ -202,10 +202,10 @@ def choose_rows(
 ) -> np.ndarray:
     """Returns the indices (rows) of up to `count` examples of a set, evenly spaced: int64, ascending.
 
-    A puzzle has one or more examples. Only the first puzzle of each group is used, which is not an augmented
-    copy. Exception: if `puzzles` contains no first puzzle of a group, all of `puzzles` are used.
+    Chooses only examples of originals (the first puzzle of each group). But if `puzzles` contains no
+    original, chooses from the examples of all `puzzles`.
 
-    puzzles: Indices of the puzzles to choose from, ascending, int64 [n]. If None, chooses from all puzzles.
+    puzzles: Indices of the puzzles to choose from, ascending, int64 [n]. If None, chooses from the whole set.
     """
     if puzzles is None:
         rows = original_rows(puzzle_set)

@@ -120,9 +120,9 @@ class Found(NamedTuple):
         num_found: Number of different right answers among the answers of the model.
         is_valid: Whether the first answer of the model is right.
         conflicts: Number of rules that the model's most frequent complete answer breaks. An answer is
-            complete if every cell has a value. A sample for which the search of LDT found no answer does not
-            count. If no answer is complete, the number of all rules. 0 if the kind of puzzle does not count
-            broken rules.
+            complete if every cell has a value and, with LDT, if its search found the answer. If no answer is
+            complete, `conflicts` is the number of all rules. 0 if the kind of puzzle does not count broken
+            rules.
     """
 
     num_right: int

@@ -39,8 +39,8 @@ class Metadata:
     """Properties of the training or test split of a dataset, such as its vocabulary size.
 
     The file dataset.json of the split stores the properties. Padding has the token `pad_id` and the puzzle
-    identifier `blank_identifier_id`. A label of `ignore_label_id` is not scored. Each of the `sets` is a
-    named part of the split that is evaluated separately.
+    identifier `blank_identifier_id`. A label of `ignore_label_id` is not scored. `sets` has the names of the
+    parts of the split. An evaluation computes the metrics of each set of a test split separately.
     """
 
     pad_id: _Number
@@ -184,9 +184,10 @@ class Dataset:
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name in this dataset of the test set `set_name` of a folder.
+        """Returns the name that the test set `set_name` of a folder has in this dataset.
 
-        The name is different only in a mixture of folders: "arc.all" for the set "all" of the folder "arc".
+        In a mixture of folders, this is "arc.all" for the set "all" of the folder "arc". If this dataset has
+        only one folder, this is `set_name`.
         """
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)

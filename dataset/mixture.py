@@ -1,9 +1,9 @@
-"""Mixtures of several dataset folders, for runs that train on all of them, or on one in each stage.
+"""Mixtures of several dataset folders, for runs that train on all of them, or on some of them in each stage.
 
 Training sets with the same name are concatenated, so that every epoch mixes their groups. Test sets stay
 separate, as `<folder>.<set>`. Each folder gets a separate range of puzzle identifiers, in the order of the
-folders. So training on one folder does not change the puzzle embeddings of another. The sets and identifiers
-of a single folder stay as they are.
+folders. So training on one folder does not change the puzzle embeddings of another. If there is only one
+folder, its sets and identifiers stay as they are.
 """
 
 import dataclasses

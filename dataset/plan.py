@@ -7,9 +7,9 @@ iteration, it counts the batches before its step.
 The order is that of the public tools. An epoch visits the groups of a set in random order. A visit samples
 one puzzle of the group and takes its examples in random order, as many as still fit into the batch. An
 iteration is `eval_interval` epochs of each set, one set after the other. A batch may contain the end of one
-epoch and the start of the next. The last, partial batch of each set is dropped. After each iteration, an
-evaluation follows. With `train_steps`, the main stage is a single iteration, and an evaluation follows after
-every `eval_steps` steps.
+epoch and the start of the next. If the last batch of a set in an iteration is not full, it is dropped. After
+each iteration, an evaluation follows. With `train_steps`, the main stage is a single iteration, and an
+evaluation follows after every `eval_steps` steps and at the end.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class _SetPlan:
 
     Args:
         groups: Mask of the groups to read, bool [num_groups].
-        stream: Random bits. `BitStream.seek` is called with the epoch.
+        stream: Random bits of this stage and set. Each epoch has its own random bits.
         epochs: Number of epochs in the stage.
         eval_interval: Number of epochs in an iteration of the stage.
 
@@ -107,7 +107,8 @@ class _SetPlan:
         Each end is a number of examples from the start of the epoch. A batch ends after the visit that fills
         it.
 
-        open_examples: Number of examples in the unfinished last batch of the previous epoch.
+        visit_sizes: Number of examples of each visit of the epoch. open_examples: Number of examples in the
+        unfinished last batch of the previous epoch.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
@@ -209,9 +210,9 @@ class TrainPlan:
         Args:
             sets: {name: training set}.
             stages: Stages of the training. The last is the main stage.
-            parts: If given, the main stage starts with these parts, which have other numbers of cycles (calls
-                of the model's blocks). Each is a tuple of its fraction of the main stage's training steps,
-                and a `Stage` with its `cycles`. The rest of the steps has the cycles of the main stage.
+            parts: Parts at the start of the main stage, one after the other, with other numbers of cycles
+                (`Stage.cycles`). A part is a tuple: its fraction of the training steps of the main stage, and
+                a `Stage` with its `cycles`. After the last part, the main stage has its own cycles.
             held_out: {name of a set: bool [num_groups]}. True for groups that are not trained on.
             train_steps: Number of training steps of the main stage. If given, `epochs` and `eval_interval` of
                 the main stage are ignored.

@@ -24,7 +24,7 @@ def random_bits(seed: int, *, stream: int, index: int, count: int) -> np.ndarray
 
 
 def name_index(name: str) -> int:
-    """Returns an index of random bits for a puzzle or task that has a name in place of a number."""
+    """Converts the name of a puzzle or task to an integer, to use as `index` of `random_bits`."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 

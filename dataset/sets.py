@@ -35,8 +35,9 @@ class PuzzleSet:
     """A set of puzzles as arrays.
 
     A puzzle has one or more examples. An example is an input and a label (the right answer). A group is an
-    original puzzle and its augmented copies. If a kind has many right answers, a group is an input with each
-    of its answers instead. If the set was read from a folder, the arrays are memory-mapped.
+    original puzzle and its variants. In training sets of kinds with many right answers, such as queens, a
+    group is an input, and its puzzles are the input with each of its answers. If the set was read from a
+    folder, the arrays are memory-mapped.
 
     Attributes:
         inputs, labels: Tokens, any integer dtype [num_examples, seq_len]. If `augmentation` is set, they
@@ -44,8 +45,8 @@ class PuzzleSet:
         puzzle_identifiers: [num_puzzles], row of the table of learned embeddings for each puzzle.
         puzzle_indices: [num_puzzles + 1]. Puzzle p has the examples range(*puzzle_indices[p : p + 2]).
         group_indices: [num_groups + 1]. Group g has the puzzles range(*group_indices[g : g + 2]).
-        augmentation: Name of the augmentation that `read` applies to make copies. If None, `inputs` and
-            `labels` contain all copies, and the next two attributes are None.
+        augmentation: Name of the family of transforms that `read` applies to make the variants. If None,
+            `inputs` and `labels` contain all variants, and the next two attributes are None.
         transforms: uint8 [num_puzzles, bytes], transform from the original of the group to each puzzle.
         translations: uint8 [num_examples, 2], rows down and columns right by which an ARC grid is moved. None
             for other augmentations.

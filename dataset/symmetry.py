@@ -1,8 +1,8 @@
 """Puzzles that are equal up to symmetry: a transform, such as a rotation, maps one to the other.
 
-The transforms are those of the puzzles' family in `AUGMENTATIONS`. In pairs, only those count that the
-builder's option --symmetries names. In ARC, the same transform must map the input and the answer. Graphs are
-equal if they differ only in the order of their nodes.
+The transforms are those of the puzzles' family in `AUGMENTATIONS`. For datasets of pairs, they are only those
+that the option --symmetries of the builder selects. In ARC, the same transform must map the input and the
+answer. Graphs are equal if they differ only in the order of their nodes.
 
 A hash that no transform changes finds candidates. A search then confirms or refutes each candidate. Each
 class has one method for each of these steps. A puzzle is a row of tokens: its input and, in ARC, also its
@@ -61,8 +61,8 @@ def find_symmetry(folder: Path, info: DatasetInfo) -> "Symmetry | None":
 class ImageSymmetry:
     """Compares puzzles up to rotations, reflections and permutations of their symbols.
 
-    The methods get puzzles as arrays of tokens, with one puzzle in each row: its input or, in ARC, its input
-    and its answer, one after the other. Symbol s is the token s + 2.
+    A puzzle is a row of tokens: its input or, in ARC, its input and its answer, one after the other. Symbol s
+    is the token s + 2.
 
     Attributes:
         family: Name of the transforms in `AUGMENTATIONS`.
@@ -169,8 +169,8 @@ class SudokuSymmetry:
 class GraphSymmetry:
     """Compares graphs up to the order of their nodes. Cell (i, j) of the grid belongs to the nodes i and j.
 
-    If two graphs of up to 9 nodes differ, their hashes differ, too. All such graphs were hashed: the numbers
-    of different hashes are those of OEIS A000088.
+    If two graphs of up to 9 nodes differ in more than the order of their nodes, their hashes differ, too. All
+    such graphs were hashed: the numbers of different hashes are those of OEIS A000088.
     """
 
     def hash_rows(self, tokens: np.ndarray) -> np.ndarray:
@@ -219,14 +219,15 @@ def _orders(
     steps: Iterator[int],
     order: Sequence[int] = (),
 ) -> Iterator[list[int]]:
-    """Yields all orders of rows in which the row at each place has the color in `target_colors`.
+    """Yields all orders of the rows of a grid that match the rows of a target grid in color.
 
-    The color of a row is a hash. An order is a list of row indices. Rows of the same band (a row of boxes)
-    stay together. Columns, and the nodes of graphs, are ordered in the same way.
+    An order is a list of row indices. Row order[i] must have the color target_colors[i]. Rows of the same
+    band (a row of boxes) stay together. Columns, and the nodes of graphs, are ordered in the same way.
 
-    width: Number of rows in a band. fits: Function (start of an order) -> whether to continue with it. steps:
-    Iterator that limits the search. It advances for each row that is tried. At its end, _TooLongError is
-    raised. order: Start of the orders to yield.
+    colors, target_colors: Color (a hash) of each row of the grid and of the target. width: Number of rows in
+    a band. fits: Function (start of an order) -> whether to continue with it. steps: Iterator that limits the
+    search. It advances for each row that is tried. At its end, _TooLongError is raised. order: Start of the
+    orders to yield.
     """
     place = len(order)
     if place == len(target_colors):

@@ -1,6 +1,7 @@
-"""The builders of datasets, by the name of their kind.
+"""The builders of datasets: programs that read or generate puzzles and write a dataset folder.
 
-A builder is a module with three functions:
+A builder has the name of the kind of its puzzles. Exception: the builder reasoning_gym writes datasets of the
+kind pairs. A builder is a module with three functions:
 
 - add_options(parser) adds its options.
 - check_options(options) sets defaults. It raises ValueError for contradictory options.

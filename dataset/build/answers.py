@@ -45,9 +45,9 @@ def write_with_answers(
     epoch uses one of them. The test split has one example for each input. The label of a test example is the
     first answer that `rules.find_answers` returns. Prints the numbers of inputs and examples.
 
-    options: Parsed command line. If `num_test` is set, only this number of random test inputs is kept. train,
-    test: Inputs, uint8 [n, cells], each of them once. kind: Kind of puzzle, which is also the name of its
-    builder.
+    options: Parsed command line. If `num_test` is set, at most this number of test inputs is kept, selected
+    at random. train, test: Inputs, uint8 [n, cells], each of them once. ValueError is raised if `test` is
+    empty. kind: Name of the kind of puzzle and of its builder.
     """
     if options.num_test is not None and options.num_test < len(test):
         order = random_orders(random_bits(options.seed, stream=_TEST_SUBSAMPLE, index=0, count=len(test)))

@@ -1,4 +1,7 @@
-"""Reads sources of puzzles: options for sources, CSV files, and dataset repositories of the Hub."""
+"""Sources of puzzles: the options that name them, and functions that find and read their files.
+
+A source is a file, a folder or a dataset repository of the Hugging Face Hub.
+"""
 
 import argparse
 import csv
@@ -61,10 +64,10 @@ def find_source_files(
     """Returns the paths of the puzzle files to read. Downloads the files of an address of the Hub.
 
     source: A file, a folder, or an address of the Hugging Face Hub, hf://datasets/OWNER/NAME. choose:
-    Function that gets the names of all files in the folder, and returns the names of the files to read. It
-    raises ValueError if a file is missing. needed: Names of the needed files for messages, such as "train.csv
-    and test.csv". output_dir: Folder that the builder will replace. If this folder contains the files, raises
-    ValueError.
+    Function that gets the names of all files in the folder or on the Hub, and returns the names of the files
+    to read. It raises ValueError if a file is missing. If `source` is a file, `choose` is not called. needed:
+    Names of the needed files for messages, such as "train.csv and test.csv". output_dir: Folder that the
+    builder will replace. If this folder contains the files, raises ValueError.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")

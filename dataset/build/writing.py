@@ -86,7 +86,8 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
     If the `with` block raises an error, or if the process is killed in it, `folder` is not changed. Raises
     ValueError if another process is writing `folder`. On a file system without locks, this is not noticed.
-    Also raises ValueError if something else has made a folder with the name of the scratch folder.
+    Also raises ValueError if the scratch folder (`<name>.unfinished`) contains files, but not the lock file
+    of this function.
 
     folder: Path without symbolic links, as returned by `check_output_folder`.
     """

@@ -51,7 +51,10 @@ class Evaluator(Protocol):
     """
 
     only_answered: bool
-    """Whether the metrics include only examples that `add` got. If False, others may count as wrong."""
+    """Whether the metrics include only examples that `add` got.
+
+    If False, an example of the test set that no rank passed to `add` may count as wrong.
+    """
 
     def add(self, set_name: str, answers: Answers) -> None:
         """Adds the model's answers to one batch of examples of the test set `set_name`."""

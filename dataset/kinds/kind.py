@@ -41,14 +41,14 @@ class Style:
         symbols: Text of each token, starting with token 0. A token beyond the last text is shown as its
             number.
         ansi: {token: ANSI color codes for a terminal, such as "30;102"}.
-        colors: {token: background color of a cell as #rrggbb}, for pictures and HTML pages. They do not draw
-            the symbol of such a token, so choose a different color for each token. Only a report draws the
-            symbol, and only if it contains a letter from A to Z. Terminals draw all symbols.
+        colors: {token: background color of a cell as #rrggbb}, for pictures and HTML pages. Choose a
+            different color for each token, because pictures do not draw the symbol of such a token. HTML
+            pages draw it only if it contains a capital letter from A to Z. Terminals draw all symbols.
         regions: {number of cells of a grid: index of the region of each cell, row by row}. Example of a
             region: a box of a Sudoku. Pages and pictures draw thicker lines between regions. A terminal has
             lines only if some region is not a rectangle.
-        gap: Text between the cells of a row in a terminal. It is not used in a row with lines between
-            regions.
+        gap: Text between the cells of a row in a terminal. It is not used if the grid is drawn with lines
+            between regions.
         marks_new: Whether the cells in which an answer differs from the puzzle are drawn in another color.
         first_of_field: Smallest token that is a symbol of a grid. Set if a grid may be smaller than the token
             array, as in ARC and in datasets with their own symbols. Token `first_of_field` - 1 then marks the
@@ -74,7 +74,10 @@ class Style:
         return self.symbols[token] if token < len(self.symbols) else str(token)
 
     def is_blank(self, token: int) -> bool:
-        """Returns whether a cell with this token is drawn as an empty cell."""
+        """Returns whether pictures and HTML pages draw a cell with this token as an empty cell.
+
+        True if the symbol consists of spaces, or if the ANSI code is `FAINT`. Terminals draw the symbol.
+        """
         is_space = token < len(self.symbols) and not self.symbols[token].strip()
         return is_space or self.ansi.get(token) == FAINT
 
@@ -136,9 +139,9 @@ class Puzzle:
 
     @property
     def remark(self) -> str | None:
-        """A message for the user, such as "this puzzle has 3 solutions", or None.
+        """A message for the user, such as "this puzzle has 3 solutions". None if there is nothing to say.
 
-        Raises ValueError if the puzzle has no solution.
+        For kinds that search for solutions, such as Sudoku, raises ValueError if the puzzle has no solution.
         """
         return None
 
@@ -222,12 +225,13 @@ class Kind:
         read_puzzles: Function (text) -> list of puzzles. It raises ValueError with a message of one line if a
             puzzle is not valid. If None, texts are parsed with the symbols of `style`.
         make_up: Function (metadata, count) -> (inputs, answers) of new puzzles, tokens [count, seq_len] each.
-            They have the size of the dataset's puzzles. None if the kind cannot generate puzzles.
+            They have the size of the dataset's puzzles. The function returns [] if it cannot generate puzzles
+            of this size. None if the kind cannot generate puzzles.
         names_symbols: Whether the symbols of the tokens differ between datasets of this kind. Each dataset
             then lists them in its metadata (`Metadata.symbols`).
-        groups: Function (metadata) -> lists of cell indices. The cells of one list must have different
-            symbols, such as the cells of a row of a Sudoku. Web pages check answers with these lists. None if
-            the kind also has other rules.
+        groups: Function (metadata) -> lists of cell indices, or None if it does not know puzzles of this
+            size. The cells of one list must have different symbols, such as the cells of a row of a Sudoku.
+            Web pages check answers with these lists. None if the kind also has other rules.
         accepts: Function (inputs, answers) -> whether each answer is right, bool [n]. For kinds such as
             queens, for which an answer that differs from the label may be right. A drawing then marks no cell
             of a right answer as wrong. If None, drawings compare every answer with the label.
@@ -285,8 +289,8 @@ def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
     2. The only kind that fits.
     3. If several kinds fit, the only one of them that has the dataset's augmentation.
 
-    If the builder is known, 2 and 3 consider only kinds with `names_symbols`. The sizes of the dataset do not
-    determine its kind: the builder may belong to a plugin that is not imported, or to no kind.
+    If `builder` is not None, rules 2 and 3 consider only kinds with `names_symbols`. The reason: the builder
+    may belong to a plugin that is not imported, and the sizes of its dataset may fit another kind by chance.
 
     Example: a 4x4 Sudoku dataset of the public tools also fits the kind maze, so the result is None.
 

@@ -81,8 +81,8 @@ class Votes:
         """Returns the different answers that have votes, as bytes, sorted from best to worst.
 
         Answers with more votes come first. Ties are broken by the larger mean probability, then by the
-        smaller bytes. An answer has no grid if its first token is not a color, or if a search model (LDT) has
-        not found an answer. This answer is always last.
+        smaller bytes. The empty grid (`EMPTY`) is always last. It gets the vote if the first token of an
+        answer is not a color, or if a search model (LDT) has not found an answer.
 
         test_inputs: Test inputs whose votes are added, such as the same input in several test sets.
         """

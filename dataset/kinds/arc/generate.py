@@ -1,9 +1,9 @@
 """Generates ARC-like tasks with small grids and rules of five families.
 
-A task has one rule, three demonstrations and two tests. Color 0 is always the background, so the other colors
-may be exchanged. Invariant: every output follows from its input by the rule, and differs from the input. No
-two tasks share an input. All rules of the family that explain the demonstrations give the same test outputs.
-The same seed gives the same tasks. A larger count only adds tasks.
+A task has one rule, three demonstrations and two tests. Color 0 is always the background. Augmentation does
+not exchange color 0, so the variants are valid tasks, too. Invariant: every output follows from its input by
+the rule, and differs from the input. No two tasks share an input. All rules of the family that explain the
+demonstrations give the same test outputs. The same seed gives the same tasks. A larger count only adds tasks.
 """
 
 from collections.abc import Callable, Sequence

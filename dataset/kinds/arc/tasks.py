@@ -1,9 +1,9 @@
 """ARC tasks: their content, and checks which tasks may be used together.
 
 A task consists of a few demonstration pairs and test pairs of grids. A grid has 1 to 30 rows of 1 to 30
-cells, with colors 0 to 9. Invariant: every pair of a `Task` has both grids. Only a test output may be
-unknown. An unknown output is a grid without cells. `drop_repeats` returns no two tasks with the same id.
-Invalid content raises a ValueError of one line with the file, the task and the reason.
+cells, with colors 0 to 9. Invariant: only the output of a test pair may be unknown. It is then a grid without
+cells. `drop_repeats` returns no two tasks with the same id. Invalid content raises a ValueError of one line
+with the file, the task and the reason.
 """
 
 import dataclasses
@@ -222,10 +222,11 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def drop_copies(tasks: Sequence[Task]) -> list[Task]:
-    """Removes repeated tasks among those that are not evaluated: tasks with the same pairs in any order.
+    """Removes repeats among the tasks that are not evaluated. The first task with each content stays.
 
-    The first of them stays. All evaluated tasks stay, because a submission needs an answer to each of them. A
-    task that is not evaluated stays even if it has the same pairs as an evaluated one.
+    Two tasks have the same content if they have the same demonstrations and the same test pairs, each in any
+    order. All evaluated tasks stay, because a submission needs an answer to each of them. A task that is not
+    evaluated stays even if an evaluated task has the same content.
     """
     different = {}
     for task in tasks:

@@ -85,8 +85,8 @@ def _published_answer(maze: list[int]) -> list[int]:
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the cells at distance 0, 1, 2, ... from the starts of many mazes.
 
-    Each item is uint8 [size, size, ceil(count / 8)], one bit for each cell of each maze. The second item
-    after it overwrites the same memory. Ends when a distance has no cell in any maze.
+    Each item is uint8 [size, size, ceil(count / 8)], one bit for each cell of each maze. Item i + 2
+    overwrites the memory of item i. Ends when a distance has no cell in any maze.
 
     is_open: Whether a cell is not a wall, bool [cells, count]. is_start: Whether it is the start, bool
     [cells, count].

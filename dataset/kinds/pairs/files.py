@@ -171,10 +171,10 @@ def _lists_space(grid: list | str) -> bool:
 
 
 def _without_separators(pairs: list[Pair]) -> list[Pair]:
-    """Removes the spaces between symbols, and prints how many pairs this changes.
+    """Returns the pairs without the spaces between symbols. Prints how many pairs this changes.
 
-    The pairs are returned unchanged if a space may be a symbol. Example: the rows "1 2 3" have spaces between
-    symbols, but "1  3" does not.
+    Returns the pairs unchanged if a space may be a symbol. Example: in the row "1 2 3", every second
+    character is a space, so spaces only separate symbols. In "1  3", a space may be a symbol.
     """
     with_spaces = [
         grid for pair in pairs for grid in (pair.input, pair.output) if any(" " in row for row in grid)
@@ -196,10 +196,13 @@ def _stripped(grid: Cells) -> Cells:
 
 
 def parse_grid(grid: Any, name: str, *, symbols: Sequence[str]) -> Cells:
-    """Converts a value to a grid as if a file of pairs with the given symbols contained it.
+    """Converts a text, or a list of rows, to a grid: a tuple of rows, which are tuples of symbols.
 
-    Does not check that the symbols of the grid are in `symbols`. Raises ValueError if the value is not a
-    grid. name: What the message calls the value.
+    Removes spaces that separate symbols, as in "1 2 3", unless a space is in `symbols` or in a row that is a
+    list. Raises ValueError if the value is not a grid.
+
+    name: What the message calls the value. symbols: Symbols of the dataset. Only a space in it matters: the
+    grid may also contain other symbols.
     """
     cells = _parse_grid(grid, name)
     return cells if " " in symbols or _lists_space(grid) else _stripped(cells)
@@ -265,9 +268,9 @@ def _shown(value: Any) -> str:
 
 
 def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
-    """Converts a table cell with the text of a JSON list to this list.
+    """Returns the value of a field. If it is a table cell with the text of a JSON list, returns this list.
 
-    Any other value is returned unchanged. Raises ValueError for a list in another notation, such as "[1 2]".
+    Raises ValueError for a text that looks like a list in another notation, such as "[1 2]".
 
     field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table. If
     False, the text of a JSON list also raises ValueError, because the file could contain the list itself.

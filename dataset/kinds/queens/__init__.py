@@ -46,7 +46,7 @@ def all_solutions(size: int) -> np.ndarray:
 
 
 def all_inputs(size: int) -> np.ndarray:
-    """Returns all boards with 1 to 3 queens that can be completed: uint8 [n, cells]."""
+    """Returns all boards with 1 to 3 queens that have at least one right answer: tokens, uint8 [n, cells]."""
     solutions = all_solutions(size)
     cells = (solutions == QUEEN).nonzero()[1].reshape(-1, size)
     parts = []

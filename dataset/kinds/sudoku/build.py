@@ -170,7 +170,7 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
     """Returns the inputs of training pairs with random clues added: uint8 [n, cells].
 
     train: Pairs (puzzle, solution), tokens [n, 2, cells]. clues: Minimum and maximum number of clues of a new
-    input. An input that already has more clues is not changed.
+    input. An input that already has more clues than the maximum is not changed.
     """
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):

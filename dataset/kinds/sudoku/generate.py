@@ -29,11 +29,12 @@ def generate_puzzle(
 ) -> tuple[list[int], list[int]] | None:
     """Generates a Sudoku with one solution. Returns (puzzle, solution) as digits, 0 for an empty cell.
 
-    If `clues` is None, the puzzle is minimal: without any one of its clues, it has several solutions. Puzzles
-    larger than 9x9 may have clues that are not needed.
+    If `clues` is None, a puzzle of up to 9x9 cells is minimal: without any one of its clues, it has several
+    solutions. A larger puzzle may have clues that are not needed.
 
-    seed, stream, index: Together, they determine the random numbers. clues: Allowed numbers of clues. If the
-    minimal puzzle has fewer clues, random clues are added. If it has more, returns None.
+    seed, stream, index: Together, they determine the random numbers. clues: Allowed numbers of clues, such as
+    range(32, 41). Random clues are added until the puzzle has one of these numbers of clues, selected at
+    random. If the puzzle already has more clues than all of these numbers, returns None.
     """
     size, num_cells, every_digit = boards_of(box)[:3]
     bits = random_bits(seed, stream=stream, index=index, count=num_cells * (size + 2) + 1)

@@ -128,9 +128,9 @@ def boards_of(box: Box) -> _Boards:
 
 
 def digits_of(solution: int, box: Box) -> list[int]:
-    """Converts a solved board to digits, row by row.
+    """Converts a solved board to digits from 1 to n, row by row.
 
-    solution: Integer in which bit `digit * num_cells + cell` is set if the cell has the digit, from 0.
+    solution: Integer in which bit `(digit - 1) * num_cells + cell` is set if the cell has the digit.
     """
     size, num_cells = boards_of(box)[:2]
     grid = [0] * num_cells
