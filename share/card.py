@@ -106,9 +106,10 @@ def model_card(
 def read_metrics(checkpoint: Checkpoint) -> Metrics:
     """Returns the test results of a checkpoint: {test set: {metric: value}}.
 
-    The metrics include the ends of confidence intervals, such as "exact_accuracy_low". The values are read
-    from the log of the training (metrics.jsonl). If the log has none for the step of the checkpoint, they are
-    read from the results of evaluate.py. Returns {} if there are none.
+    The metrics include the ends of confidence intervals, such as "exact_accuracy_low". They are read from the
+    log of the training (metrics.jsonl). If the log has no evaluation at the step of the checkpoint, they are
+    read from the results of evaluate.py. If there are none, returns {}. Test sets without "exact_accuracy"
+    are left out. Raises ValueError if the results of evaluate.py are damaged.
     """
     metrics: dict[str, dict[str, float]] = {}
     for row, _ in read_rows(checkpoint.run_folder):
