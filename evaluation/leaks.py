@@ -183,8 +183,8 @@ def find_trained(checkpoint: Checkpoint) -> Trained | None:
     """Returns hashes of the examples that the model in a checkpoint was trained on.
 
     Reads the hashes from a file of the checkpoint. If the checkpoint has no such file, computes them from the
-    dataset folders of the training. Returns None if these folders are missing or have changed. Raises
-    ValueError if the file is damaged.
+    dataset folders of the training. Returns None if these folders are missing or have changed. If some of the
+    examples are unknown, `is_complete` of the result is False. Raises ValueError if the file is damaged.
     """
     if checkpoint.trained_file is not None and (found := read_trained(checkpoint.trained_file)):
         return found

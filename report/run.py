@@ -89,7 +89,7 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """The title of the model, such as "HRM". The config key arch.name if its plugin is not loaded."""
+        """The title of the model, such as "HRM". If the plugin of the model is not loaded, its arch.name."""
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property

@@ -175,7 +175,8 @@ def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
     """Counts the puzzles for which the model would halt after 1, 2, ... thinking steps.
 
     Returns (right, wrong), two lists of counts. `right` counts the puzzles with a right answer in the step of
-    halting, `wrong` those with a wrong answer. Puzzles without a label do not count.
+    halting, `wrong` those with a wrong answer. If the model would never halt, the puzzle counts in the last
+    step. Puzzles without a label do not count.
     """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]

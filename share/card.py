@@ -161,7 +161,7 @@ def _find_kind(checkpoint: Checkpoint) -> str | None:
 
 
 def _build_command(folder: Path, *, name: str, plugins: Sequence[str] = ()) -> str | None:
-    """Returns the shell command that built a dataset, or None if it is unknown.
+    """Returns the shell command that built a dataset, or None if it is unknown or not safe to show.
 
     Example: "python -m dataset.build sudoku --output-dir data/demo --generate 4000".
 
