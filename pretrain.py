@@ -270,8 +270,8 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
         processes: Number of processes.
 
     Returns:
-        The run folder, the metrics of the last evaluation, and all rows of metrics.jsonl. Also if a signal
-        from elsewhere stopped the run.
+        The run folder, the metrics of the last evaluation, and all rows of metrics.jsonl. If a signal from
+        another program stops the training steps, the run saves a checkpoint, and this function returns, too.
 
     Raises:
         ValueError: If the config is wrong, or the run fails.

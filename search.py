@@ -46,7 +46,9 @@ def main() -> None:
 
 
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
-    """Runs the trials of a hyper-parameter search that have not ended yet. Prints the best trial.
+    """Runs the trials of a hyper-parameter search that have not ended yet.
+
+    Then prints the best trial. A grid search prints a table of the complete trials instead.
 
     A trial is one combination of hyper-parameters, trained once for each seed. If no trial is complete, and
     no signal stopped the search, exits with status 1.

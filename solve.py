@@ -84,7 +84,7 @@ class Solver:
         raw: Whether to use the weights themselves instead of their moving average (EMA).
         device: "auto", "cpu", "cuda" or "mps".
         forward_dtype: Dtype of the computation, such as "float32". If None, the dtype of the training, or
-            float32 if the processor only emulates bfloat16.
+            float32 on a CPU without bfloat16 instructions.
 
     Attributes:
         checkpoint: Checkpoint of the model.
@@ -125,7 +125,8 @@ class Solver:
             puzzle: Text, path of a file, ARC task as a dict, array of cells, or list of rows. A row is a text
                 or a list of cells. Cells are symbols as in a text, such as the digits of a Sudoku, not
                 tokens.
-            keys: Options of solve.py, such as steps=64, samples=8. `answer` names options without effect.
+            keys: Options of solve.py, such as steps=64, samples=8. The docstring of `answer` lists those
+                without effect.
 
         Returns:
             The final answer, and the model's answer after every thinking step.

@@ -55,7 +55,7 @@ _LOCAL_STEPS = (8, 32)
 class _Exchange:
     """Several models in training, which sum gradients over ranks with different methods, `ways`.
 
-    turns: {name of the method, such as "flat": training step}.
+    turns: {name of the method, such as "flat": function to time}. Usually, this is a training step.
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):

@@ -81,7 +81,9 @@ def benchmark_parser(
 
 
 def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the command line of a benchmark. Exits if it is invalid.
+    """Parses and checks the command line of a benchmark. Raises ValueError if it is invalid.
+
+    If --device is cuda and torch finds no CUDA device, exits the program.
 
     The result has an additional attribute `load` (`Load`), which measures how many CPU cores other programs
     use from now on.
@@ -106,7 +108,10 @@ def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
 
 
 def ratio(first: Measurement, second: Measurement) -> float:
-    """Returns the median over rounds. 2.0 means that `first` takes twice as long as `second`."""
+    """Returns the median over rounds of the time of `first` divided by the time of `second`.
+
+    2.0 means that `first` takes twice as long as `second`. Both must have equally many rounds.
+    """
     return float(np.median(np.divide(first.times, second.times)))
 
 
@@ -228,7 +233,7 @@ def commit() -> str:
 
 # -------------------------------------------------------------------------------------------------- programs
 def program(*arguments: object, processes: int = 1) -> list[str]:
-    """Returns the command that starts python with some arguments. torchrun starts several processes."""
+    """Returns the command that starts python with some arguments. If `processes` > 1, it uses torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
     return [sys.executable, *map(str, [*torchrun, *arguments])]
 

@@ -9,9 +9,10 @@ same way:
 - stablemax computes in float64.
 - Each parameter is updated separately, and gradients are freed.
 - The host reads the metrics in every step.
-- Attention is scaled_dot_product_attention of torch, as in the code of TRM. On CUDA, it equals the flash-attn
-  call of HRM. Without flash-attn, as on a CPU, the code of HRM (at 23cb8793) uses plain matrix products. They
-  are faster for short inputs.
+- For TRM, attention is scaled_dot_product_attention of torch. On CUDA, the attention of HRM is the same. It
+  equals the flash-attn call of the public code. On a CPU, the attention of HRM consists of plain matrix
+  products, as in the public code (at 23cb8793) without flash-attn. They are faster for short inputs. With
+  `flash_attention=True`, it is scaled_dot_product_attention there too.
 
 On CUDA, the public code has a fused kernel for the dense optimizer. This module has no such kernel. On CUDA,
 the public code also compiles the complete model. This module does so with `compile_model=True`.
@@ -304,8 +305,8 @@ class PublishedTrainer:
     def step(self, batch: dict[str, Tensor]) -> dict[str, float]:
         """Makes a training step. Returns {metric: sum over the batch}.
 
-        Sums of accuracies only include puzzles that end in this step. In the next step, new puzzles of
-        `batch` replace them.
+        The sums of accuracies include only puzzles that halt in this step. In the next call, they are
+        replaced by the puzzles at the same positions of the `batch` of that call.
 
         batch: Tensors "inputs", "labels" and "puzzle_identifiers", on the device of the model.
         """

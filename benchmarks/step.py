@@ -134,7 +134,8 @@ class Contender:
     def product_rate(self) -> float:
         """Returns the speed of matrix products on this device, in operations per second.
 
-        It is the faster one of a product with the sizes of the model, and a product of square matrices.
+        Measures a product with the sizes of the model and a product of square matrices, and returns the
+        higher speed.
         """
         options = self._options
         square = {"cpu": 2048, "cuda": 8192}[self._device.type] // (8 if options.quick else 1)

@@ -67,6 +67,7 @@ def world_parser(
 class World:
     """A group of child processes, each of which holds an object, such as a model.
 
+    options: Command line of the benchmark. Its `device` and `threads` are used.
     build: Function that creates the object in a child process: `build(device, *arguments)`.
     processes: Number of processes. They are ranks of one process group.
     apart: If True, each process is the only rank of its process group.

@@ -242,8 +242,8 @@ class TRMSingleZConfig(TRMConfig):
 class InfiLoopConfig(RecursiveConfig):
     """The config of TRM with InfiLoop's gate.
 
-    With the gate, a latent state is a weighted mean of its initial value and of the results of all calls of
-    the level since then. The weights of this mean are computed from these values, with learned parameters.
+    With the gate, each hidden state of a puzzle is a weighted mean of its initial value and of the results of
+    all calls that have updated this state. The weights of the mean are computed with learned parameters.
     """
 
     title: ClassVar[str] = "InfiLoop"

@@ -292,7 +292,8 @@ def _translate(schema: type[Config], override: str) -> list[str]:
     """Translates a command-line argument such as "lr=1e-3" into one or several arguments for Hydra.
 
     Adds quotes to a value that is a text. Also translates keys of the published code of HRM, TRM and URM:
-    "load_checkpoint=a" becomes "init_from='a'". Raises ValueError for a setting of Hydra itself.
+    "load_checkpoint=a" becomes "init_from='a'". Raises ValueError for a setting of Hydra itself, and if the
+    value of `arch` or `experiment` is a mapping instead of a name.
     """
     typed, equals, value = override.partition("=")
     key = KEYS.get(typed.lstrip("+"), typed.lstrip("+"))

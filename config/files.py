@@ -57,7 +57,7 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
     - Old names of models and keys in `arch` are replaced by today's names. Raises ValueError if a model other
       than trm has an old key of trm (update=gate or single_z=true), or if trm has both.
-    - A missing key gets its default. Only a missing `data_path` stays missing.
+    - A missing key gets its default, except for `data_path`, `arch`, and keys in `arch` of a plugin's model.
     - If `arch.forward_dtype` is missing or "auto", it becomes "bfloat16", the default of older versions.
     - A key that this version does not know is removed if its value is false, null, 0 or empty.
     """

@@ -273,8 +273,8 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
     """Yields (key, value, comment, heading) for each key of a YAML file of config/.
 
     The line "lr: 1e-4 # learning rate" gives ("lr", "1e-4", "learning rate", heading). The heading is the
-    last comment line before the key. The keys of the files in its list `defaults` follow. Keys that the file
-    itself sets are left out there.
+    last comment line before the key. If the file has a list `defaults` of other files, also yields the keys
+    of these files, except for those that the file itself sets.
     """
     sections: list[str] = []
     heading, keys = "", set()

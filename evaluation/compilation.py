@@ -17,7 +17,8 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
 
     If the result would be True, one rank of each node first tests the compiler. If the compiler fails on some
     node and `choice` is "auto", the result is False, and rank 0 logs a warning. If the compiler fails and
-    `choice` is True, all ranks exit with an error.
+    `choice` is True, all ranks exit with an error. They also exit if a file in the compiler's cache is
+    damaged.
 
     choice: True, False, or "auto". With "auto", the model is compiled if `num_steps` calls save more time
     than compiling takes.

@@ -79,7 +79,8 @@ class Evaluators:
         Call it before the first `add`. Otherwise, the copy contains the answers that were added before.
 
         only_answered: If True, the metrics of the copy include only the examples that `add` receives. If
-        False, an evaluator may count a test example that `add` never receives as wrong.
+        False, the copy treats other test examples as the original does. By default, the evaluator of ARC
+        counts them as wrong, and the other evaluators leave them out.
         """
         copied = copy.copy(self)
         copied._of_folder = copy.deepcopy(self._of_folder)

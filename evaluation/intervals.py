@@ -37,8 +37,8 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
 def goal_p(values: Sequence[float], goal: float) -> float | None:
     """Returns the p-value of a one-sided t-test for "the mean of `values` is above `goal`".
 
-    A small p-value supports this claim. Returns None for fewer than two values. If all values are equal,
-    returns 0 if they are above `goal`, otherwise 1.
+    A small p-value supports this claim. Returns None for a single value. If all values are equal, returns 0
+    if they are above `goal`, otherwise 1.
     """
     mean, deviation = mean_and_deviation(values)
     if deviation is None:

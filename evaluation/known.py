@@ -47,8 +47,9 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     - Every puzzle identifier is equal to its row, as in the dataset of the training.
     - The names of the puzzles are unknown. The caller then uses the puzzle identifier as the row.
 
-    In the last case, logs a warning if the dataset is not known to be that of the training. If the number of
-    identifiers is not that of the training, there is no warning. `load_trained_model` then raises an error.
+    In the last case, logs a warning that the results may be wrong. There is no warning if the dataset is that
+    of the training. There is also none if the two datasets have different numbers of puzzle identifiers,
+    because `load_trained_model` then raises an error.
 
     Raises ValueError if a file is damaged.
     """
@@ -96,7 +97,10 @@ def check_same_rows(trained: Dataset, data: Dataset) -> None:
 
 
 def is_trained_on(checkpoint: Checkpoint, folders: Sequence[Path]) -> bool:
-    """Returns whether dataset folders contain exactly the data of the training. False if it is unknown."""
+    """Returns whether dataset folders contain exactly the data that a checkpoint was trained on.
+
+    Returns False if the checkpoint has no hash of its data, or if a folder has no training split.
+    """
     try:
         return checkpoint.fingerprint is not None and checkpoint.fingerprint == fingerprint_of(folders)
     except (ValueError, OSError):  # no training split
@@ -117,8 +121,8 @@ def known_puzzles(
 
     Rank 0 logs the numbers. Raises ValueError if no puzzle is known.
 
-    match: The row of the model's embedding table for each puzzle identifier, from `find_match`. If None, all
-    test puzzles are selected.
+    match: The row of the model's embedding table for each puzzle identifier, from `find_match`. If None, the
+    result is (data, None, {}).
     model: Name of the model for messages.
     """
     if match is None:

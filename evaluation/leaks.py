@@ -41,7 +41,8 @@ class Leak:
         rows: Indices of the leaked examples in the test set, int64 [n], ascending. They include the augmented
             variants of a leaked puzzle. Empty if 0 < `rate` < 1, because a sample finds only some of them.
         rate: Fraction of the training examples that were compared with the test set. If it is between 0 and
-            1, the compared examples are a random sample. If it is 0, the fraction is unknown.
+            1, the compared examples are a random sample. If it is 0, the fraction is unknown, and `rows` may
+            lack leaked examples.
         num_distinct: Number of different puzzles in the test set.
         share: (estimated fraction of leaked test examples, low end of its 95 % interval, high end). None
             unless `rate` is between 0 and 1.
@@ -92,13 +93,14 @@ class Leaks:
     ) -> None:
         """Adds a test set to compare with the training data. Only rank 0 calls it.
 
+        name, data: Name of the test set, and its examples.
         split: Split that contains the test set, such as "test".
-        folders: Dataset folders of the data.
-        hashes: Hash of each example of the originals in the test set, uint64 [n], from `hash_examples`. If
-        None, the hashes are computed.
-        groups: bool [num_groups]. A group is a puzzle with its augmented variants. Only groups with
-        True are evaluated. If None, all groups.
-        puzzles: Indices of the evaluated puzzles, int64 [n]. If None, all puzzles.
+        folders: Dataset folders that contain the split.
+        hashes: Hash of each example without augmentation, uint64 [n], from `hash_examples`. If None, the
+        hashes are computed.
+        groups: Groups to evaluate, bool [num_groups]. Only their originals are evaluated. If None, all
+        originals and their augmented variants are evaluated.
+        puzzles: Indices of the puzzles to evaluate, int64 [n]. If None, all puzzles.
         """
         rows = original_rows(data)
         hashes = hash_examples(data, split, folders) if hashes is None else hashes
@@ -180,8 +182,9 @@ def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.nd
 def find_trained(checkpoint: Checkpoint) -> Trained | None:
     """Returns hashes of the examples that the model in a checkpoint was trained on.
 
-    Reads a file of the checkpoint. If a checkpoint of an earlier version has no such file, hashes its dataset
-    again. Returns None if this dataset is missing or has changed. Raises ValueError if the file is damaged.
+    Reads the hashes from a file of the checkpoint. If the checkpoint has no such file, computes them from the
+    dataset folders of the training. Returns None if these folders are missing or have changed. If some of the
+    examples are unknown, `is_complete` of the result is False. Raises ValueError if the file is damaged.
     """
     if checkpoint.trained_file is not None and (found := read_trained(checkpoint.trained_file)):
         return found

@@ -135,9 +135,10 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
     """Returns the content of scaling.json as a text table.
 
     Each line is for one number of thinking steps and one number of samples. Each rule that selects a sample,
-    such as "vote", has a column with the accuracy. The network calls and the GFLOP of a puzzle are means over
-    all puzzles. For a search (LDT), two more columns contain the fraction of wrong answers and the fraction
-    of puzzles without an answer.
+    such as "vote", has a column with its accuracy. The column "any" counts a puzzle as solved if any sample
+    is right. The network calls and the GFLOP of a puzzle are means over all puzzles, with the first rule. For
+    a search (LDT), the last two columns contain the fraction of wrong answers and the fraction of puzzles
+    without an answer, instead of "any".
     """
     lines = []
     for set_name, content in scaling["sets"].items():

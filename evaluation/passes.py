@@ -48,8 +48,8 @@ class SetResult:
         outputs: {name: array [examples, ...]}, in the order of the dataset.
         scores: {(number of thinking steps, number of samples, selection rule, what is counted): sum over
             puzzles}. Example of what is counted: "exact", the right answers (`Scores.sums`). Empty if
-            `evaluate_split` got no `settings`. With `settings`, the other attributes describe the answers for
-            the largest number of steps and the largest number of samples in it.
+            `evaluate_split` got no `settings`. With `settings`, the other attributes describe the answers
+            that the first rule selects, for the largest number of steps and the largest number of samples.
     """
 
     metrics: dict[str, float]
@@ -83,7 +83,7 @@ def evaluate_split(
         model: Model to evaluate. It runs in evaluation mode. Its previous mode is restored at the end.
         global_batch_size: Number of slots of all ranks together. Each sample of a puzzle takes one slot.
         reasoning: Number of thinking steps, early halting, and other settings. If None, the settings of the
-            architecture with halting=max. A search model (LDT) always halts early.
+            architecture, with halting=max, or with halting=act for a search model (LDT).
         outputs: Names of arrays to return for every example, such as "preds" or "logits".
         evaluators: Compute extra metrics from the answers. If None, there are no extra metrics.
         settings: Numbers of thinking steps and of samples to evaluate. If None, each puzzle has one sample,

@@ -205,7 +205,7 @@ def all_metrics(
     Contains the metrics of `results`, the 95 % interval of each accuracy ("accuracy_low" and
     "accuracy_high"), and the accuracy after each thinking step ("exact_accuracy_after_step_1").
 
-    The two texts are stored for every test set, unless they are None.
+    Also contains `selected_by` and `forward_dtype`, for every test set, unless they are None.
 
     selected_by: Split that selected this checkpoint as the best of its run. None if it was not selected.
     forward_dtype: Dtype in which the model computed, such as "bfloat16". None if it is unknown.
@@ -272,7 +272,9 @@ def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
 
 
 def write_summary(metrics: Sequence[Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:
-    """Prints the mean and the standard deviation of every metric over several checkpoints.
+    """Prints the mean and the standard deviation of metrics over several checkpoints.
+
+    Metrics that one of the checkpoints lacks are left out. Counts have no standard deviation.
 
     metrics: {test set: {metric: value}} for each checkpoint.
     output_dir: Folder for the file summary.json. If None, no file is written.

@@ -113,7 +113,10 @@ def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarr
 
 
 def votes(preds: np.ndarray) -> np.ndarray:
-    """Returns how many samples of the same puzzle have the same answer: int64 [puzzles, samples]."""
+    """Returns how many samples of the same puzzle have the same answer: int64 [puzzles, samples].
+
+    Each sample also counts itself. preds: Tokens of the answers, [puzzles, samples, seq_len].
+    """
     num_puzzles, num_samples, _ = preds.shape
     flat = np.ascontiguousarray(preds.reshape(num_puzzles * num_samples, -1))
     _, kinds = np.unique(flat.view(np.dtype((np.void, flat.itemsize * flat.shape[1]))), return_inverse=True)

@@ -81,14 +81,15 @@ class Answer(Step):
 
     puzzle         The puzzle.
     style          How the puzzle is drawn: symbols and colors.
-    steps          The answers after each step.
-    num_samples    Number of samples. A sample is one of several answers, with its own random noise.
+    steps          The answers of the selected sample after each step.
+    num_samples    Number of samples. A sample is one of several answers, with its own random noise. A search
+                   (LDT) may start fewer samples.
     sample         Index of the sample that was selected.
     select         Rule that selected the sample, such as "vote".
     valid          Whether the answer obeys the rules of the puzzle. None if the puzzle has no rules.
     correct        Whether the answer equals the solution. None if no solution is known.
     is_search      Whether the model is a search (LDT). Then q_halt and confidence are not probabilities.
-    is_decided     False if a search model found no answer. `steps` then belong to the first sample.
+    is_decided     False if a search model found no answer. `steps` are then those of the first sample.
     distinct       uint8 [n, seq_len]: Different right answers among all samples, in the order of the samples.
                    None if the kind of puzzle has one right answer.
     """

@@ -2,8 +2,8 @@
 
 A slot works on an attempt: one sample of a puzzle. An attempt makes as many thinking steps as the largest of
 the numbers of steps to evaluate. With halting=act, and always in a search (LDT), the attempt ends earlier if
-the model halts. In a search without `runs_all`, the attempt also ends if another sample of the puzzle has
-halted first.
+the model halts. In a search, the attempt also ends if another sample of the puzzle has halted first, unless
+the argument `runs_all` of `run_settings` is True.
 
 `run_settings` also counts the answers for every smaller number of steps and samples. Example: an attempt of
 64 steps also gives the answer after step 16, and 8 samples include the first 4. So all settings together cost

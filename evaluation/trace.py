@@ -29,9 +29,9 @@ class Trace(NamedTuple):
     wants_to_halt  bool [batch, steps]: Whether the model would stop after this step.
     candidates     int64 [batch, steps, seq_len]: Bit t is set if token t is still possible in the cell. Only
                    for a search model (LDT) with at most MOST_TOKENS tokens. Otherwise [batch, steps, 0].
-    guesses        int16 [batch, steps]: Index of the cell that the search guessed in this step. NO_GUESS: No
-                   guess. RESET: The search started again from the puzzle. Without `candidates`, all entries
-                   are NO_GUESS.
+    guesses        int16 [batch, steps]: Index of the cell that the search guessed in this step. NO_GUESS
+                   (-1) if it guessed none. RESET (-2) if it started again from the puzzle. Without
+                   `candidates`, all entries are NO_GUESS.
     """
 
     preds: np.ndarray

@@ -156,10 +156,10 @@ def tune(
     """Trains a model with one learning rate, and evaluates it on held-out training puzzles.
 
     Returns a dict with "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells),
-    "petaflops" (operations of the training, in 1e15) and "processor_hours" (its CPU time).
+    "petaflops" (operations of the training, in 1e15) and "processor_hours" (CPU time of the training).
 
-    plan, model_name: Content of records/comparison.yaml, and a key of its section `models`. forward_dtype:
-    Dtype, if the overrides of the model do not set arch.forward_dtype.
+    plan, model_name: Content of records/comparison.yaml, and a key of its section `models`.
+    forward_dtype: Dtype, unless the plan sets one for the model.
     """
     tuning = plan["tuning"]
     overrides = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
@@ -210,8 +210,8 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     """Trains and evaluates a model with one seed. Returns a dict with accuracies and costs.
 
     "accuracies" (fractions of solved puzzles) and "gigaflops" (1e9 operations per puzzle) are lists with two
-    values. The first value is measured with the usual number of model calls per puzzle, the second one with
-    more calls.
+    values. The first value is measured with the usual number of thinking steps, the second one with more
+    steps or samples of each puzzle.
     """
     rerun.check([seed])
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]

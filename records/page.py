@@ -27,7 +27,8 @@ _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # records on each side, to sm
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
     """Returns the new contents of README.md, records/README.md and docs/curve.svg: {path: text}.
 
-    Both pages change only between two marker lines. Raises ValueError if a page does not have these lines.
+    Both pages change only between two marker lines. Raises ValueError if a page does not have these lines. If
+    the rung that docs/curve.svg shows has no record, the result does not contain this file.
 
     root: Folder of the repository. folder: Folder records/, from which the results are read.
     """

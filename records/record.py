@@ -83,7 +83,7 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def best_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the result with the most seeds, or the newest one of several."""
+    """Returns the result with the most seeds. If several have as many, returns the newest of them."""
     return max(entries, key=lambda entry: (entry["seeds"], entry["date"]))
 
 
@@ -105,7 +105,7 @@ def thin(rows: Sequence[Row]) -> list[Row]:
     """Returns a shortened copy of a log.
 
     It contains at most 200 evenly spaced records, the last record, and all records with an evaluation. Of the
-    training metrics, it has only a few, such as "train/lm_loss". Values are rounded to five digits.
+    training metrics, it has only a few, such as "train/lm_loss". Values have five significant digits.
     """
     stride, thinned = -(-len(rows) // _MOST_LINES), []
     for index, row in enumerate(rows):

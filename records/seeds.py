@@ -1,10 +1,11 @@
 """Runs a rung (a benchmark task): builds data, trains each seed, evaluates, and measures the time.
 
-The time is measured only while one of these programs runs. It is saved to disk, and a later launch continues
-it. A folder contains the files of one rung: `data/`, and for each seed `seed_<n>/` with the run folder
-`run/`, the output, and the measured times. They include the time at which each record of metrics.jsonl was
-written. If a rung has several trainings, the earlier ones are in `training_<m>/`. `format.json` contains the
-number format (bfloat16 or float32) of all trainings and evaluations.
+The time counts only while a program runs that builds, trains or evaluates. It is saved to disk. If this
+program is interrupted and started again, the time continues. A folder contains the files of one rung:
+`data/`, and for each seed `seed_<n>/` with the run folder `run/`, the output, and the measured times. For
+each record of metrics.jsonl, the time at which it was written is also stored. If a rung has several
+trainings, the earlier ones are in `training_<m>/`. `format.json` contains the number format (bfloat16 or
+float32) of all trainings and evaluations.
 """
 
 from runtime.environment import num_cores
@@ -127,10 +128,12 @@ class Rerun:
 
         Returns a dict with the accuracy, and among others "seconds" (data_seconds plus the time of trainings
         and of the evaluation that counts), "processor_hours" (CPU time, also of building the data),
-        "petaflops" (operations of the trainings, in 1e15), and "other_cores" (mean number of cores that other
-        programs used, or None).
+        "petaflops" (operations of the trainings, in 1e15), and "other_cores". This is the mean number of
+        cores that other programs used, in the training or evaluation where it is largest, or None if unknown.
 
-        Exits the program if a training fails or is stopped early.
+        Exits the program if a training fails or is stopped early, or if the metric of the task is missing.
+
+        data_seconds: Seconds that building the data took.
         """
         rung, clocks, petaflops = self.rung, [Clock(self._data_clock)], []
         for run, recipe in self._trainings(seed):
@@ -174,8 +177,10 @@ class Rerun:
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
         """Returns the log of the last training with a seed, as a list of dicts.
 
-        A dict belongs to one training step. It has the additional key "seconds": the time to build the data
-        and to train up to this step.
+        A dict belongs to one training step. If the time is known, it has the additional key "seconds": the
+        time to build the data and to train up to this step.
+
+        data_seconds: Seconds that building the data took.
         """
         *before, last = (Clock(run.parent / "clock.json") for run, _ in self._trainings(seed))
         rows = read_run(self.run_folder(seed)).rows
@@ -184,12 +189,12 @@ class Rerun:
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
-        """Evaluates the trained model with more calls and more runs of each puzzle.
+        """Evaluates the trained model with more thinking steps and more samples of each puzzle.
 
-        Returns a list of results, one for each maximum number of calls in a run ("steps") and each number of
-        runs ("samples"). Example: {"steps": 32, "samples": 4, "exact_accuracy": 0.99, "calls": 110.5}.
-        "calls" is the mean over puzzles of the calls in all runs together. The last result also has the
-        metric of the benchmark task.
+        Returns a list of results, one for each number of thinking steps and each number of samples. Example:
+        {"steps": 32, "samples": 4, "exact_accuracy": 0.99, "calls": 110.5}. "calls" is the number of thinking
+        steps of all samples of a puzzle together, as mean over puzzles. The last result also has the metric
+        of the benchmark task.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -335,7 +340,7 @@ class Clock:
 
     @property
     def other_cores(self) -> float | None:
-        """The mean number of cores that other programs used while the clock ran, or None."""
+        """The mean number of cores that other programs used while the clock ran. None if unknown."""
         return round(self._others / self._others_of, 2) if self._others_of else None
 
     def __enter__(self) -> "Clock":

@@ -59,9 +59,10 @@ def write_report(
         warn: Function that is called with the text of each warning.
 
     Raises:
-        ValueError: The folder has no run, matplotlib is missing, or the page cannot be written. With `data`:
-            the checkpoint or the data are missing, the model was trained on another vocabulary or another
-            puzzle size, or it has no embedding for any puzzle.
+        ValueError: The folder does not exist, matplotlib is missing, or the page cannot be written. Without
+            `evaluation`: the folder has no run. With `data`: the checkpoint or the data are missing, the
+            model was trained on another vocabulary or another puzzle size, or it has no embedding for any
+            puzzle.
     """
     check_packages()
     run = read_run(folder, evaluation=evaluation)
@@ -110,8 +111,8 @@ def write_evaluation_report(
 ) -> None:
     """Writes report.html into the run folder of a checkpoint. Only rank 0 calls it.
 
-    The page shows the results of an evaluation, and solved puzzles. The function runs the model on about
-    NUM_PUZZLES test puzzles.
+    The page shows the results of an evaluation, and solved puzzles. The function runs the model on about 400
+    test puzzles (NUM_PUZZLES). With large puzzles or a search model (LDT), it uses fewer.
 
     checkpoint: Checkpoint that the model was loaded from.
     data: Dataset with the test puzzles.

@@ -54,12 +54,14 @@ def other_metrics(arch: str) -> list[str]:
 class RunRecord:
     """The content of a run folder, for reports.
 
-    config       content of config.yaml, with defaults for missing keys. Empty if the file is missing
+    config       content of config.yaml, with defaults for missing keys. Empty if the file is missing or
+                 damaged
     rows         records of metrics.jsonl, {name: value}, sorted by training step
     starts       records of starts.jsonl: step, command, git_commit, hardware, ... There is one for each
                  launch
     status       {"status": such as "finished", "step": last training step}
-    evaluation   {test set: {metric: value}} of the newest evaluation
+    evaluation   {test set: {metric: value}} of the evaluation that `read_run` has chosen. Empty if there is
+                 none
     scaling      newest scaling.json (accuracies for several numbers of thinking steps and of samples). None
                  if there is no such file
     fingerprint  hash of the dataset. None if it is unknown
@@ -87,7 +89,7 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """The title of the model, such as "HRM". The config key arch.name if its plugin is not loaded."""
+        """The title of the model, such as "HRM". If the plugin of the model is not loaded, its arch.name."""
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
@@ -96,7 +98,10 @@ class RunRecord:
 
     @property
     def evaluator_metrics(self) -> list[str]:
-        """Up to 8 logged metrics of evaluators, such as "sudoku/valid_accuracy". Counts are left out."""
+        """Up to 8 logged metrics of evaluators for charts, such as "sudoku/valid_accuracy".
+
+        Leaves out counts, metrics of unseen puzzles, exact_accuracy (it has a chart), and pass@3 and more.
+        """
         rows = [metrics_by_set(row, split) for row in self.rows for split in ("eval", "validation")]
         names = dict.fromkeys(name for row in rows for values in row.values() for name in values)
         own = [name for name in names if _OF_EVALUATOR.fullmatch(name) and not is_count(name)]
@@ -225,8 +230,9 @@ def _read_evaluation(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
     """Reads the newest results of evaluate.py in a run folder.
 
-    Returns (content of metrics.json, content of scaling.json). Without the file, the first is {} and the
-    second is None. Problems are appended to `warnings`.
+    Returns (content of metrics.json, content of scaling.json). If metrics.json is missing, the first is {}.
+    If scaling.json is missing or damaged, the second is None. Problems with metrics.json are appended to
+    `warnings`.
 
     evaluation: Folder of the result files. If None, all folders in evaluation/ of the run are searched.
     There, metrics.json is skipped if it was computed with other options than the defaults. It is also skipped

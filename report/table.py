@@ -53,11 +53,11 @@ class Group:
 def without_repeats(
     runs: Sequence[RunRecord], warn: Callable[[str], None] = lambda line: None
 ) -> list[RunRecord]:
-    """Returns one run of each group of equal runs, and all runs without a config.
+    """Leaves out repeated runs: of several runs that are equal, returns only one.
 
     Two runs are equal if they have the same data and the same config, including the seed. Config keys that do
     not change the training, such as names and loggers, are not compared. Of equal runs, returns the newest
-    finished one. If none has finished, returns the newest.
+    finished one. If none has finished, returns the newest. A run without a config is equal to no other run.
 
     warn: Function that is called with a text for each run that is left out.
     """

@@ -94,8 +94,8 @@ def trace_of_run(
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
     num_puzzles: Approximate number of puzzles. For a search model (LDT), it is at most 40.
-    device: Device of the model, in a process that has set its threads. If None, this function sets the
-    threads, and chooses a GPU if there is one.
+    device: Device of the model. If None, this function chooses a GPU if there is one. It then also sets the
+    number of CPU threads of this process.
     """
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
@@ -175,7 +175,8 @@ def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
     """Counts the puzzles for which the model would halt after 1, 2, ... thinking steps.
 
     Returns (right, wrong), two lists of counts. `right` counts the puzzles with a right answer in the step of
-    halting, `wrong` those with a wrong answer. Puzzles without a label do not count.
+    halting, `wrong` those with a wrong answer. If the model would never halt, the puzzle counts in the last
+    step. Puzzles without a label do not count.
     """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
@@ -235,7 +236,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
                       wrong or the puzzle has no label
     is_undecided      whether a search model (LDT) ended without an answer
     rated             for each step, from 0 to 100: the predicted probability that the answer is right. For a
-                      search model: the percentage of cells with only one possible token. Without
+                      search model: the percentage of cells with at most one possible token. For one without
                       `candidates`: 100 if the search is solved, otherwise 0
     candidates        only for a search model with at most 31 tokens: for each step, a list of bit masks of
                       possible tokens
@@ -278,6 +279,7 @@ def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
     """Returns token values that a right answer never changes, such as the wall of a maze.
 
     If a scored cell of the input has such a value, the same cell of the label has it too, in all puzzles.
+    Returns [] if the label of a puzzle has another size than its input, as in ARC.
     """
     is_counted, is_same = puzzles.labels != IGNORE_LABEL_ID, puzzles.inputs == puzzles.labels
     if (first := puzzles.info.style.first_of_field) is not None:

@@ -1,7 +1,7 @@
 """Helpers: environment, files, downloads, command lines, plugins, metrics. They import only each other.
 
-If Ctrl-C ends a program of this repository, it prints the line "interrupted" instead of a traceback, from the
-import of this package on. Its exit status stays 130.
+After the import of this package, a program of this repository that Ctrl-C ends prints no traceback. Rank 0
+prints the line "interrupted" instead. The exit status of the program stays 130.
 """
 
 import os

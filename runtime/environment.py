@@ -1,8 +1,8 @@
 """Prepares a process for torch. Programs import this module before torch.
 
-The import makes stdin, stdout and stderr safe to use. If the working folder was removed, it ends the process.
-It prints the first line of a program, because torch takes seconds to load. Then it sets environment variables
-that OpenMP reads when torch loads.
+The import makes stdin, stdout and stderr safe to use, and ends the process if the working folder was removed.
+On rank 0 of a program, it prints the line "<program>: loading PyTorch", because torch takes seconds to load.
+Then the import sets environment variables that OpenMP reads when torch loads.
 
 With these variables, a waiting OpenMP thread spins only briefly, then sleeps. Spinning threads would take
 cores from other processes. If the user has set one of the variables, none is changed. Example: with two busy

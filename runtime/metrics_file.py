@@ -18,7 +18,8 @@ _WANDB_STEP_FILE = "wandb_step"
 class MetricsFile:
     """Appends the metrics of a training run to metrics.jsonl, one JSON object a line, without a buffer.
 
-    If a row cannot be written, for example because the disk is full, it is written before the next row.
+    If a row cannot be written, for example because the disk is full, `log` raises OSError. The object keeps
+    the row, and writes it before the next one.
     """
 
     name = METRICS_FILE

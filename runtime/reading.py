@@ -178,7 +178,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the mapping in a YAML file.
 
     Raises ValueError if the file cannot be read, has more than 256 KiB, is not a valid mapping, has aliases
-    or repeated keys, or has more than 40 nested levels.
+    or repeated keys, has more than 40 nested levels, or contains an integer beyond 2^64 or -2^64.
     """
     text = read_text(path, most=_MOST_YAML_BYTES)
     try:

@@ -244,7 +244,7 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
     """Generates 100 puzzles that are similar to those of a dataset.
 
     A puzzle is a dict with "inputs" and "labels", lists of tokens. Returns [] if there is no generator for
-    this kind of puzzle.
+    this kind or this size of puzzles.
     """
     if info.kind is None or info.kind.make_up is None:
         return []

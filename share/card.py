@@ -106,9 +106,10 @@ def model_card(
 def read_metrics(checkpoint: Checkpoint) -> Metrics:
     """Returns the test results of a checkpoint: {test set: {metric: value}}.
 
-    The metrics include the ends of confidence intervals, such as "exact_accuracy_low". The values are read
-    from the log of the training (metrics.jsonl). If the log has none for the step of the checkpoint, they are
-    read from the results of evaluate.py. Returns {} if there are none.
+    The metrics include the ends of confidence intervals, such as "exact_accuracy_low". They are read from the
+    log of the training (metrics.jsonl). If the log has no evaluation at the step of the checkpoint, they are
+    read from the results of evaluate.py. If there are none, returns {}. Test sets without "exact_accuracy"
+    are left out. Raises ValueError if the results of evaluate.py are damaged.
     """
     metrics: dict[str, dict[str, float]] = {}
     for row, _ in read_rows(checkpoint.run_folder):
@@ -160,7 +161,7 @@ def _find_kind(checkpoint: Checkpoint) -> str | None:
 
 
 def _build_command(folder: Path, *, name: str, plugins: Sequence[str] = ()) -> str | None:
-    """Returns the shell command that built a dataset, or None if it is unknown.
+    """Returns the shell command that built a dataset, or None if it is unknown or not safe to show.
 
     Example: "python -m dataset.build sudoku --output-dir data/demo --generate 4000".
 

@@ -1,21 +1,26 @@
 """Exports one thinking step as ONNX: from tokens and a state to logits and the next state.
 
-The step computes in float32, and the batch may have any size. Inputs and outputs:
+The step computes in float32, and the batch may have any size.
 
+    Inputs:
     inputs              int32 [batch, seq_len]
     puzzle_identifiers  int32 [batch]
     starts              bool [batch]; if True, the slot starts a new puzzle, and its state is ignored
-    z_H, ...            [batch, ...], the state between steps
+    z_H, ...            [batch, ...], the state before the step
+
+    Outputs:
     next_z_H, ...       the state after the step
     logits              [batch, seq_len, vocab]
     q_halt, q_continue  [batch], logits
     wants_to_halt       bool [batch]
 
 A model without a state has no input `starts`. A model without q_continue has no such output. For a search
-model (LDT), only the forward pass over boards is exported, with these inputs and outputs. The caller makes
-the moves of the search.
+model (LDT), only the forward pass over boards is exported. The caller makes the moves of the search.
 
+    Input:
     alive               [batch, seq_len, values], 1 where the value is a candidate of the cell, else 0
+
+    Outputs:
     keep, digit         [batch, seq_len, values], logits of the last loop
     conflict            [batch], logits
 """
@@ -89,8 +94,9 @@ def check_packages() -> None:
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
     """Writes one thinking step of a network, with its weights, as the ONNX file `path`.
 
-    Returns the shapes of the state between steps, without the batch axis, such as {"z_H": [81, 512]}. The
-    docstring of this file lists the inputs and outputs of the ONNX file.
+    For a search model (LDT), writes a forward pass over boards instead. Returns the shapes of the state
+    between steps, without the batch axis, such as {"z_H": [81, 512]}. Returns {} if there is no state, as for
+    a search model. The docstring of this file lists the inputs and outputs of the ONNX file.
 
     network: Network in float32 and in evaluation mode.
     """
