@@ -32,8 +32,9 @@ class Shard(NamedTuple):
         spans: Positions of these elements in the flattened full tensor (see `Span`), disjoint and in
             ascending order. If the part is empty, ().
         shape: Shape of the full tensor.
-        is_by_rank: Whether the full tensor is [ranks, ...], and row r is on rank r only. If another number of
-            ranks loads the tensor from a checkpoint, each rank gets the mean of the rows.
+        is_by_rank: Whether the full tensor is [ranks, ...], and row r is on rank r only. Example: the
+            optimizer state with local_steps > 1. If another number of ranks, or a run with local_steps=1,
+            loads the tensor from a checkpoint, each rank gets the mean of the rows.
         is_copy: Whether a lower rank holds the same part. Only the lower rank saves it.
     """
 

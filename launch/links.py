@@ -24,8 +24,9 @@ def listen_like_gloo() -> socket.socket:
     """Opens a TCP server at the address that torch's backend gloo would use.
 
     Returns the server's socket. If the environment variable GLOO_SOCKET_IFNAME names a network interface, the
-    server has the address of this interface. Otherwise it has the address of the host name, or 127.0.0.1 if
-    that cannot be used. The port is any free one. Raises ValueError if the interface does not exist.
+    server has the address of this interface. Without the variable, it has the address of the host name. If no
+    server can be opened at this address, it has 127.0.0.1. The port is any free one. Raises ValueError if the
+    interface does not exist or has no IPv4 address.
     """
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:

@@ -1,7 +1,9 @@
 """The boards of LDT: their start, their moves, and what happens after a move.
 
 A board is a puzzle with candidates for each cell, the values that are still possible. An open cell has
-several candidates. A given cell had only one at the start. models/ldt.py has more about these words.
+several candidates. A given cell had only one at the start. A hint (in training, `with_hints`) leaves an open
+cell only one candidate at the start. `Outputs` describes the probabilities keep, digit and conflict that the
+network predicts. models/ldt.py has more about these words.
 
 The state of a slot (`start_boards` creates it, and `move` changes alive, guess and outcome):
 

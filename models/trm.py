@@ -1,7 +1,7 @@
 """The Tiny Recursive Model (TRM, arXiv 2510.04871): one small level updates both z_L and z_H.
 
-The model works on a batch of puzzles. A slot is one entry of the batch, and works on one puzzle at a time. A
-training step runs one thinking step of every slot. The texts below describe the default keys
+The model works on a batch of puzzles. A slot is one position of the batch, and works on one puzzle at a time.
+A training step runs one thinking step of every slot. The texts below describe the default keys
 (config/pretrain.yaml, config/arch/trm.yaml).
 
 Thinking step      `TRM.forward` below: three H cycles. An H cycle calls the level six times for z_L, then

@@ -1,7 +1,9 @@
 """The Universal Reasoning Model (URM, arXiv 2512.14693): one state, updated repeatedly by the same blocks.
 
-In training, a slot halts if q_halt > 0, or after 16 thinking steps. Puzzle embedding, halting and loss are
-the same as in TRM (models/trm.py).
+In training, a slot halts after 16 thinking steps, or earlier if q_halt > 0 and exploration allows it. The
+puzzle embedding is a learned vector for each puzzle identifier, in position 0, before the cells. The loss is
+the stablemax cross-entropy of the answer, plus 0.5 times the binary cross-entropy of q_halt. Halting and loss
+are the same as in TRM (models/trm.py).
 """
 
 import torch.nn.functional as F
