@@ -365,7 +365,7 @@ def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], in
     """Checks whether tensors with the same key are equal on all ranks that have them.
 
     All ranks call it. If all are equal, returns None. Otherwise returns (name of one tensor that differs,
-    ranks where it differs, lowest rank that has the tensor). The ranks are compared with the lowest one.
+    ranks where it differs, lowest rank that has the tensor). Each rank is compared with this lowest rank.
     Example: ("lm_head.weight", [3], 0) means that this tensor on rank 3 differs from the one on rank 0. The
     result is the same on all ranks.
 

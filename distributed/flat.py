@@ -401,9 +401,9 @@ class FlatParameters:
         """Splits the tensor `message` (gradients, then scalars) into ranges that are sent one by one.
 
         The first range is smaller, so that sending starts early in the backward pass. The last range
-        contains the scalars.
+        contains the scalars. No range ends within the gradient of a parameter.
 
-        num_bytes: Approximate size of a range.
+        num_bytes: Approximate size of a range. If a parameter is larger, its range is larger, too.
         """
         element_bytes = self.message.element_size()
         buckets: list[slice] = []

@@ -112,8 +112,8 @@ def slots_of(ranks: Ranks, num_slots: int) -> range:
 def rows_of_rank(num_rows: int, index: int, size: int) -> range:
     """Divides the rows of a table among ranks. Returns the row numbers of one rank.
 
-    Example: Of 10 rows on 4 ranks, rank 1 holds the rows 1, 5 and 9. Row i of the table is row i // size of
-    the part that the rank holds.
+    Example: Of 10 rows on 4 ranks, rank 1 holds the rows 1, 5 and 9 of the table. In the part that rank 1
+    holds, they are the rows 0, 1 and 2.
 
     index: Index of the rank in the group of ranks that divide the table, from 0. size: Size of the group.
     """

@@ -171,12 +171,12 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
-    """Runs a function on all ranks, and returns the list of its results.
+    """Runs a function on all ranks, and returns the list of the results of all ranks.
 
     All ranks call it. If the function raises an exception on one rank, all ranks exit with status 1.
 
-    name: What the function does, for error messages, such as "look up names". Each call needs another name.
-    action: Function that returns a JSON value.
+    name: What the function does, for error messages, such as "look up names". Each call of `_on_all_ranks`
+    needs another name. action: Function that returns a JSON value.
     """
     try:
         outcome = (action(), None)

@@ -77,7 +77,7 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
 
     `measure_link` measures each pair. With several machines, only the first rank of each machine is used. The
     example above has three machines with four ranks each. With one machine, all ranks are used. With more
-    than 8 used ranks, only pairs with the first rank and pairs of consecutive ranks are returned.
+    than 8 used ranks, the pairs are (first used rank, any other) and (used rank, next used rank).
 
     hosts: Host name of each rank.
     """

@@ -78,7 +78,7 @@ class Prediction(NamedTuple):
             the activations.
         q_halt: Logit of the probability that the answer is right, float32 [batch].
         q_continue: Logit of the probability that the answer will be right after more thinking steps, float32
-            [batch]. It is used only with arch.no_ACT_continue=false: in the loss, and to decide when a slot
+            [batch]. Only with arch.no_ACT_continue=false, this output is trained, and decides when a slot
             halts. None if the network has no such output.
     """
 

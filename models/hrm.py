@@ -39,7 +39,7 @@ class HRM(TokenNetwork):
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = H(z_H, z_L)
         logits = lm_head(z_H at the cells)
-        q_halt, q_continue = q_head(z_H at position 0)
+        q_halt, q_continue = q_head(z_H at position 0; with arch.conv=instead, the mean over positions)
 
     e is the embedded puzzle. L(z, x) and H(z, x) apply two stacks of transformer blocks, `L_level` and
     `H_level`, to the sum z + x. By default, H_cycles and L_cycles are 2, and each stack has 4 blocks. By

@@ -242,9 +242,10 @@ def given_cells(state: State) -> Tensor:
 
 
 def is_lost(state: State) -> Tensor:
-    """Returns which boards have a cell without any right candidate, by `target`: bool [batch].
+    """Returns which boards have a cell in which no candidate is right: bool [batch].
 
-    In training, moves only remove candidates. So such a board never gets a right answer.
+    A candidate is right if `target` is 1 for it. In training, moves only remove candidates. So a lost board
+    never gets a right answer.
     """
     return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
 

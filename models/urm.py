@@ -51,7 +51,7 @@ class URM(TokenNetwork):
 
         H_cycles x L_cycles times:  z_H = L(z_H + e)
         logits = lm_head(z_H at the cells)
-        q_halt, q_continue = q_head(z_H at position 0)
+        q_halt, q_continue = q_head(z_H at position 0; with arch.conv=instead, the mean over positions)
 
     By default, H_cycles is 2, L_cycles is 6, and the stack has 4 blocks. q_halt decides when a puzzle halts.
     q_continue has no effect by default.
