@@ -5,10 +5,10 @@ stage k of every level, and owns its slots. One call of a level sends the slots 
 then through all stages, and from the last stage back to the owner. In a turn, a stage processes the slots of
 one owner. Stage 0 processes owner 0 in turn 0, owner 1 in turn 1, and so on. Stage k does the same, but
 starts in turn k. The slots of owner k return exactly when stage k has processed the slots of all owners, so
-rank k can start the next call without idle time. Ranks are therefore idle only at the start and the end of a
-training step, not in every call. The backward pass goes through the stages in reverse order. The owner
-computes everything outside of levels: embedding, heads, loss, carry and halting. docs/parallel.md has the
-fraction of idle time.
+rank k can start the next call without idle time. The pipeline therefore fills and drains, with idle ranks,
+only once a training step, not once a call. The backward pass goes through the stages in reverse order. The
+owner computes everything outside of levels: embedding, heads, loss, carry and halting. docs/parallel.md has
+the fraction of idle time.
 """
 
 import functools

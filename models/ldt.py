@@ -128,7 +128,8 @@ class LDT(Network):
     """The network of LDT (arXiv 2605.08605). Its state is a board: the candidates (possible values) of cells.
 
     A thinking step removes unlikely candidates. Then it guesses the value of a cell, unless the board is
-    solved or contradictory. `look` computes the logits for both from boards, [batch, cells, values]:
+    solved or contradictory. The method `look` computes the logits that both parts use, from the boards,
+    [batch, cells, values]:
 
         h = h0 = input_proj(board)                  [batch, cells, hidden]
         loops times:
