@@ -109,7 +109,7 @@ def has_backend(name: str) -> bool:
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device of this process, and calls torch.cuda.set_device if it is a GPU.
+    """Returns the device of this process. If it is a CUDA GPU, calls torch.cuda.set_device.
 
     With CUDA, each process of a machine gets its own GPU. Raises ValueError if the device does not exist, if
     a machine has more processes than GPUs, or if several processes would use mps.

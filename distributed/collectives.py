@@ -95,8 +95,9 @@ class Ranks:
 
         Returns (numbers, rows), concatenated in the order of ranks.
 
-        numbers: Integers [n], such as row numbers. An element of `rows` must have enough bits for each of
-        them. rows: Tensor [n, k]. counts: The n of every rank, the same list on all ranks.
+        numbers: Integers [n], such as row numbers. They are sent as signed integers with as many bits as an
+        element of `rows`, so they must fit into these bits. rows: Tensor [n, k], one row for each number.
+        counts: The n of every rank, the same list on all ranks.
         """
         if not self.is_distributed:
             return numbers, rows
@@ -329,9 +330,9 @@ class RankSums:
     def load_(self, saved: list[dict[str, float]]) -> None:
         """Overwrites the sums with those of a checkpoint, which any number of ranks may have saved.
 
-        If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
-        bit-identical to those of an uninterrupted run. Otherwise, the first rank of the group loads the sums
-        of all ranks, and the others load zeros.
+        If the group has as many ranks as have saved the checkpoint, rank i loads the sums that rank i saved.
+        Later sums over ranks are then bit-identical to those of an uninterrupted run. Otherwise, the first
+        rank of the group loads the total over all ranks that have saved, and the others load zeros.
 
         saved: Sums of each rank that saved the checkpoint, from `gather`: [{"loss": 70.5, ...}, ...].
         """
@@ -364,7 +365,7 @@ def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], in
     """Checks whether tensors with the same key are equal on all ranks that have them.
 
     All ranks call it. If all are equal, returns None. Otherwise returns (name of one tensor that differs,
-    ranks where it differs, lowest rank that has the tensor). The ranks are compared with the lowest one.
+    ranks where it differs, lowest rank that has the tensor). Each rank is compared with this lowest rank.
     Example: ("lm_head.weight", [3], 0) means that this tensor on rank 3 differs from the one on rank 0. The
     result is the same on all ranks.
 

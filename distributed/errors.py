@@ -1,6 +1,7 @@
-"""If one rank fails, ends all ranks together, with one message.
+"""Context managers that end ranks with a short error message, instead of a traceback from each rank.
 
-Otherwise eight ranks would print eight tracebacks, or seven ranks would wait forever for the failed one.
+`collective_errors` ends all ranks if one fails. Without it, the other ranks could wait forever for the failed
+one. `local_errors`, `connection_errors` and `memory_errors` end only the rank that fails.
 """
 
 import contextlib
@@ -25,8 +26,9 @@ _OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG)  # errors of a path that the user
 def collective_errors() -> Iterator[None]:
     """Context manager that exits on all ranks with status 1 if any rank fails.
 
-    All ranks enter it. Rank 0 prints the error message of the lowest rank that raised an exception. The block
-    must not communicate with other ranks, because they would wait forever for a rank that has failed.
+    All ranks enter it. Rank 0 prints the error message of the lowest rank that raised an exception. If the
+    exception is neither a ValueError nor an out-of-memory error, each failing rank also prints its traceback.
+    The block must not communicate with other ranks, because they would wait forever for a failed rank.
     """
     failure = None
     try:
@@ -117,7 +119,7 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
 def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
     """Context manager that prints an out-of-memory error as one line, and exits with status 1.
 
-    The traceback goes to this rank's log file.
+    Only the rank that is out of memory prints and exits. The traceback goes to this rank's log file.
 
     advice: Text that is added to the line, such as "lower eval_batch_size". folder: Folder for a snapshot of
     the GPU's memory. If None, no snapshot is written.

@@ -12,10 +12,10 @@ from runtime.writing import write_json
 class FailureRecord:
     """File that records when a training run failed, to print the recovery time after a restart.
 
-    A run with several ranks writes the file again and again after its first step, and removes it at a normal
-    end. After an error or a kill, the file remains. It then contains the last time at which all ranks were
-    alive. With one rank, the file is not written. If the file cannot be written, for example on a full disk,
-    the old one is removed, and the run continues.
+    After the first training step, rank 0 writes the file about twice a second, with the last time at which
+    all ranks were alive. A normal end removes the file. After an error or a kill, it remains. A run with only
+    one rank does not write the file. If a write fails, for example on a full disk, the old file is removed,
+    and the run continues.
     """
 
     def __init__(self, path: Path):

@@ -274,9 +274,10 @@ class FlatParameters:
     ) -> Tensors:
         """Splits values of this rank by parameter: {name of a parameter: full tensor or `Shard`}.
 
-        If a parameter is divided among ranks, its value is a `Shard` of the elements that lie in the range
-        `shard`. This `Shard` may be empty. If every rank has all values of a parameter, its value is a full
-        tensor. All tensors are views of `shard_buffers`.
+        If ranks divide a parameter, its value is a `Shard` of the elements that lie in the range `shard`.
+        This `Shard` may be empty. If every rank has all values of a parameter, its value is a full tensor.
+        With pipeline or tensor parallelism (`is_part`), every sharded parameter has a `Shard`, also if one
+        rank has all of its values. All tensors are views of `shard_buffers`.
 
         shard_buffers: Values to split, such as the state of an optimizer. It contains the values at the
         positions `shard`, and the values of all parameters that are not divided. `around(shard)` returns
@@ -400,9 +401,9 @@ class FlatParameters:
         """Splits the tensor `message` (gradients, then scalars) into ranges that are sent one by one.
 
         The first range is smaller, so that sending starts early in the backward pass. The last range
-        contains the scalars.
+        contains the scalars. No range ends within the gradient of a parameter.
 
-        num_bytes: Approximate size of a range.
+        num_bytes: Approximate size of a range. If a parameter is larger, its range is larger, too.
         """
         element_bytes = self.message.element_size()
         buckets: list[slice] = []

@@ -152,8 +152,9 @@ def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
     """Waits until all ranks have started, and warns about machines that differ from rank 0's machine.
 
     Warns if a machine has other code or another version of torch, or if bfloat16 is fast on only some of the
-    machines. Also warns about options of torchrun that prevent a restart. All ranks call it, before the
-    process group exists. If a rank does not start in time, the other ranks exit with status 1.
+    machines. Also warns about options of torchrun that prevent a restart. Sets LOCAL_RANK and other variables
+    that the launcher has not set (`set_node_variables`). All ranks call it, before the process group exists.
+    If a rank does not start in time, the other ranks exit with status 1.
 
     device: Value of the config key `device`. timeout_seconds: Time limit.
     """
@@ -276,7 +277,8 @@ def _warn_of_restarts(hosts: list[str]) -> None:
 def check_folder_is_shared(folder: Path) -> None:
     """Checks that every machine sees the same folder as rank 0. All ranks call it.
 
-    If any machine does not see the folder, all ranks exit with status 1. The message names such machines.
+    Rank 0 creates a temporary file in the folder. If rank 0 cannot create it, or if another machine does not
+    see it, all ranks exit with status 1. With only one machine, nothing is checked.
     """
     if num_nodes() == 1:
         return

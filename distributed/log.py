@@ -175,7 +175,8 @@ def leave_last_words(text: str, *, is_consequence: bool = False) -> None:
     must call this function. If this process has already written a reason, or if torchrun did not start it,
     nothing is written.
 
-    is_consequence: Whether another rank has failed before.
+    is_consequence: Whether another rank has failed before. The reason then gets a later time, so that
+    torchrun prints the reason of the other rank.
     """
     # torchrun counts whole seconds. It sees the end of a killed process later than other ranks do.
     delay = _TORCHRUN_SECONDS if is_consequence else 0

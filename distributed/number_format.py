@@ -48,9 +48,9 @@ def choose_evaluation_format(
 ) -> Choice:
     """Returns the number format in which to evaluate a trained model, with the reason.
 
-    If the user has set a format, returns this format. If the device is a CPU without bfloat16 instructions,
-    returns float32. In all other cases, returns the format of the training. Raises ValueError if the model
-    does not allow the format that the user has set.
+    If the user has set a format, returns this format. Otherwise, if the device is a CPU without bfloat16
+    instructions, and the model allows float32, returns float32. In all other cases, returns the format of the
+    training. Raises ValueError if the model does not allow the format that the user has set.
 
     stored: Format of the training. allowed: Formats that the model allows. configured: Format that the user
     has set. If None, the user has set none.

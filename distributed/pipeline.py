@@ -2,10 +2,11 @@
 
 A level is a stack of blocks that a network calls many times in a training step. With P ranks, rank k holds
 stage k of every level, and owns its slots. One call of a level sends the slots of every owner to stage 0,
-then through all stages, and from the last stage back to the owner. Stage k works on the slots of owners 0, 1,
-..., P - 1 in turn, k turns later than stage 0. The slots of owner k return exactly when stage k has processed
-the slots of all owners, so rank k can start the next call without idle time. The pipeline therefore fills and
-drains once a training step, not once a call. The backward pass goes through the stages in reverse order. The
+then through all stages, and from the last stage back to the owner. In a turn, a stage processes the slots of
+one owner. Stage 0 processes owner 0 in turn 0, owner 1 in turn 1, and so on. Stage k does the same, but
+starts in turn k. The slots of owner k return exactly when stage k has processed the slots of all owners, so
+rank k can start the next call without idle time. The pipeline therefore fills and drains, with idle ranks,
+only once a training step, not once a call. The backward pass goes through the stages in reverse order. The
 owner computes everything outside of levels: embedding, heads, loss, carry and halting. docs/parallel.md has
 the fraction of idle time.
 """

@@ -32,8 +32,9 @@ class Shard(NamedTuple):
         spans: Positions of these elements in the flattened full tensor (see `Span`), disjoint and in
             ascending order. If the part is empty, ().
         shape: Shape of the full tensor.
-        is_by_rank: Whether the full tensor is [ranks, ...], and row r is on rank r only. If another number of
-            ranks loads the tensor from a checkpoint, each rank gets the mean of the rows.
+        is_by_rank: Whether the full tensor is [ranks, ...], and row r is on rank r only. Example: the
+            optimizer state with local_steps > 1. If another number of ranks, or a run with local_steps=1,
+            loads the tensor from a checkpoint, each rank gets the mean of the rows.
         is_copy: Whether a lower rank holds the same part. Only the lower rank saves it.
     """
 
@@ -111,8 +112,8 @@ def slots_of(ranks: Ranks, num_slots: int) -> range:
 def rows_of_rank(num_rows: int, index: int, size: int) -> range:
     """Divides the rows of a table among ranks. Returns the row numbers of one rank.
 
-    Example: Of 10 rows on 4 ranks, rank 1 holds the rows 1, 5 and 9. Row i of the table is row i // size of
-    the part that the rank holds.
+    Example: Of 10 rows on 4 ranks, rank 1 holds the rows 1, 5 and 9 of the table. In the part that rank 1
+    holds, they are the rows 0, 1 and 2.
 
     index: Index of the rank in the group of ranks that divide the table, from 0. size: Size of the group.
     """

@@ -1,4 +1,4 @@
-"""Tensors in memory that all ranks of one machine share. The ranks sum or gather them without sending them.
+"""Tensors in memory that all ranks of one machine share. The ranks sum or gather them without messages.
 
 Each rank creates anonymous memory (`memfd_create`). The other ranks map it through /proc/<process>/fd. The
 memory has no name in a file system. The system frees it when the last process ends, for any reason.

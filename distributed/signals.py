@@ -2,7 +2,7 @@
 
 A signal may reach one rank or all ranks, at any moment, also during a collective. The handler therefore only
 sets a flag. The ranks sum their flags together with the gradients. If a flag is set too late for one step,
-all ranks stop after the next step. With local_steps > 1, the ranks sum their flags only when they average
+all ranks stop after the next step. With local_steps > 1, the ranks sum their flags only when they merge
 their weights.
 
 If a rank that has received a signal does not finish its training step within 20 s, a thread ends this rank.

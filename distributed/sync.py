@@ -73,9 +73,10 @@ class GradientSync:
     def finish(self) -> dict[str, Tensor]:
         """Completes the sum of `flat.gradients` over `flat.ranks`, in place.
 
-        All ranks call it, after the last backward pass of a training step. With local_steps > 1,
-        `flat.gradients` then contains the changes of the weights. Returns the numbers that were sent with
-        the gradients: {name: values of all ranks, [ranks]}.
+        All ranks call it, after the last backward pass of a training step. With local_steps > 1, ranks call
+        it only when they merge their weights. Then `flat.gradients` contains no gradients, but the changes of
+        the weights since the previous merge. Returns the numbers that were sent in the same messages: {name:
+        values of all ranks, [ranks]}.
         """
         raise NotImplementedError
 

@@ -77,8 +77,9 @@ def read_launcher() -> None:
     """Checks the environment variables of the launcher. After srun, sets RANK, WORLD_SIZE and others.
 
     Call it at the start of a program, before the other functions of this module. Without a launcher, the
-    program runs on one rank. If variables are missing, or if several processes have the same rank, raises
-    ValueError. If the number in a variable is not valid, exits with status 1.
+    program runs on one rank. With srun, nothing is set if RANK is already set, or if there is only one
+    process. If variables are missing, or if several processes have the same rank, raises ValueError. If the
+    number in a variable is not valid, exits with status 1.
     """
     _check_number("WORLD_SIZE", range(1, _MOST_RANKS))
     _check_number("RANK", range(_MOST_RANKS))

@@ -3,7 +3,7 @@
     python -m launch.check
     torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS]
 
-Ranks report through torchrun's TCP store, not through the process group under test. If a rank hangs, a
+Ranks report through the key-value store, not through the process group under test. If a rank hangs, a
 watchdog names it and ends all ranks. `python -m torch.utils.collect_env` prints more about the software.
 """
 
@@ -87,6 +87,8 @@ def check_ranks(options: argparse.Namespace) -> None:
 
     All ranks call it. If a rank fails or does not start, all ranks exit with status 1. If a rank hangs, they
     exit with status 124.
+
+    options: Values of the command-line options --device, --backend, --timeout and --quick.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
@@ -169,12 +171,12 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
-    """Runs a function on all ranks, and returns the list of its results.
+    """Runs a function on all ranks, and returns the list of the results of all ranks.
 
     All ranks call it. If the function raises an exception on one rank, all ranks exit with status 1.
 
-    name: What the function does, for error messages, such as "look up names". Each call needs another name.
-    action: Function that returns a JSON value.
+    name: What the function does, for error messages, such as "look up names". Each call of `_on_all_ranks`
+    needs another name. action: Function that returns a JSON value.
     """
     try:
         outcome = (action(), None)

@@ -24,8 +24,9 @@ def listen_like_gloo() -> socket.socket:
     """Opens a TCP server at the address that torch's backend gloo would use.
 
     Returns the server's socket. If the environment variable GLOO_SOCKET_IFNAME names a network interface, the
-    server has the address of this interface. Otherwise it has the address of the host name, or 127.0.0.1 if
-    that cannot be used. The port is any free one. Raises ValueError if the interface does not exist.
+    server has the address of this interface. Without the variable, it has the address of the host name. If no
+    server can be opened at this address, it has 127.0.0.1. The port is any free one. Raises ValueError if the
+    interface does not exist or has no IPv4 address.
     """
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:
@@ -76,7 +77,7 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
 
     `measure_link` measures each pair. With several machines, only the first rank of each machine is used. The
     example above has three machines with four ranks each. With one machine, all ranks are used. With more
-    than 8 used ranks, only pairs with the first rank and pairs of consecutive ranks are returned.
+    than 8 used ranks, the pairs are (first used rank, any other) and (used rank, next used rank).
 
     hosts: Host name of each rank.
     """

@@ -2,6 +2,7 @@
 
 network.sample_randomness  samples random numbers on the host, by default those of exploration
 HaltingModel.refill        starts halted slots on new puzzles
+objective.divisors         counts that divide parts of the loss (LDT), in place of the number of slots
 HaltingModel.forward       calls network.forward, one thinking step, then HaltingModel.halts
 objective.losses           computes the loss and the metrics
 

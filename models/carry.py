@@ -57,8 +57,9 @@ class Reasoning:
     def of_arch(cls, arch: Any, *, max_steps: int, halting: Literal["max", "act"]) -> Reasoning:
         """Creates the settings from the config of a model.
 
-        Each key of `arch` that has the name of a field sets this field. Example: arch.H_cycles sets H_cycles.
-        Apart from `max_steps` and `halting`, the other fields have their default values.
+        `max_steps` and `halting` set the fields of these names. If `arch` has a key with the name of another
+        field, the key sets this field. Example: arch.H_cycles sets H_cycles. All remaining fields have their
+        default values.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         keys = {key: value for key, value in arch.model_dump().items() if key in names}
@@ -77,8 +78,8 @@ class Prediction(NamedTuple):
             the activations.
         q_halt: Logit of the probability that the answer is right, float32 [batch].
         q_continue: Logit of the probability that the answer will be right after more thinking steps, float32
-            [batch]. `Network.wants_to_halt` says when it has an effect. None if the network has no such
-            output.
+            [batch]. Only with arch.no_ACT_continue=false, this output is trained, and decides when a slot
+            halts. None if the network has no such output.
     """
 
     logits: Tensor

@@ -16,8 +16,9 @@ Evaluation         n thinking steps at the times i / n. Each step moves x toward
 Halting            Training: A slot halts if q_halt > 0, or after 16 thinking steps, with the exploration of
                    TRM. Evaluation: A slot never halts before step n. If a puzzle has several samples, the one
                    with the largest q_halt gives the answer (select=q_head).
-Loss               The loss of TRM (models/trm.py). The targets are the labels, also in steps that read the
-                   prediction of the step before.
+Loss               The stablemax cross-entropy of the answer, plus 0.5 times the binary cross-entropy of
+                   q_halt, as in TRM (models/objective.py). The target of the answer is the label, also in a
+                   step that reads the prediction of the step before.
 
 The paper leaves the embedded puzzle out if the answer contains it, as in Sudoku: given cells of x are then
 always right. Here every puzzle is embedded, as the paper does for ARC and graph coloring, and x covers all

@@ -1,8 +1,9 @@
 """The Fixed-Point Reasoning Model (FPRM, arXiv 2606.18206): updates one state until it hardly changes.
 
-A slot wants to halt if its state hardly changes any more (`wants_to_halt`). The Q head is trained, but it
-does not decide about halting. Puzzle embedding and loss are the same as in TRM (models/trm.py). The table in
-models/halting.py lists when a slot halts.
+A slot wants to halt if its state hardly changes any more, or if its step size w has become very small. The Q
+head is trained, but it does not decide about halting. The table in models/halting.py lists when a slot halts.
+The loss is the stablemax cross-entropy of the answer plus 0.5 times the binary cross-entropy of q_halt.
+models/trm.py describes the puzzle embedding and the loss, which are the same as in TRM.
 
 By default (config/arch/fprm.yaml), a thinking step has 6 calls of a level of 2 blocks in training, and 1 call
 in evaluation. `decay` in the formulas of `FPRM` is arch.stepsize_decay_train or arch.stepsize_decay_eval.
@@ -64,8 +65,9 @@ class FixedPointLevel(Level):
     positions, hidden]. The blocks are `ScaledBlock` modules with the factors a1 and b1. With
     norm_placement=output, an RMS norm follows the blocks.
 
-    conv is a depthwise convolution over the cells. With conv_type=conv2d, its kernel has 3 x 3 cells of the
-    grid. With conv_type=conv1d, its kernel has a cell and the 3 cells before it.
+    conv is a depthwise convolution over the cells. It does not change the positions before the cells, which
+    contain the puzzle embedding. With conv_type=conv2d, its kernel has 3 x 3 cells of the grid. With
+    conv_type=conv1d, its kernel has a cell and the 3 cells before it.
 
     The factors a1 and a2, [hidden] in (0, 1), are learned. b1 and b2 are computed from them, so that the size
     of y stays about the same.

@@ -28,6 +28,10 @@ eval_halt_max_steps  If this key is null, arch.halt_max_steps applies. `evaluate
 halting              A key of pretrain.py (for the evaluations in a run), evaluate.py and solve.py. The
                      default is max. An evaluation with max also reports the accuracy that act would give
                      (act_exact_accuracy), except with lists of steps or several samples.
+trace of an answer   The answers after all thinking steps, for the report of a run (evaluation/trace.py).
+residual (FPRM)      It is small if it is below arch.fp_thresh. A slot of FPRM halts in the same way if its
+                     step size is below 0.001 (models/fprm.py).
+p (SE-RRM)           The probability of the most likely symbol of a cell.
 Q head               It wants to halt if q_halt > 0. This means that the answer is more likely right than
                      wrong. With arch.no_ACT_continue=false (HRM), it wants to halt if q_halt > q_continue.
 exploration          In every training step, each slot explores with probability arch.halt_exploration_prob.
@@ -125,7 +129,7 @@ class HaltingModel(nn.Module):
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
         """Starts every halted slot on a new puzzle: slot i gets puzzle i of `batch`.
 
-        A slot that has not halted keeps its puzzle and its state. Its puzzle of `batch` is not used.
+        If slot i has not halted, it keeps its puzzle and its state, and puzzle i of `batch` is not used.
 
         Args:
             carry: Carry after a thinking step. It does not change. Its field `halted` selects the slots.

@@ -1,7 +1,7 @@
 """The Hierarchical Reasoning Model (HRM, arXiv 2506.21734): a slow and a fast level, called in turns.
 
-The model works on a batch of puzzles. A slot is one entry of the batch, and works on one puzzle at a time. A
-training step runs one thinking step of every slot. The texts below describe the default keys
+The model works on a batch of puzzles. A slot is one position of the batch, and works on one puzzle at a time.
+A training step runs one thinking step of every slot. The texts below describe the default keys
 (config/pretrain.yaml, config/arch/hrm.yaml).
 
 Thinking step      `HRM.forward` below: two H cycles. An H cycle calls level L twice, then level H once.
@@ -11,9 +11,11 @@ Puzzle embedding   A learned vector for each puzzle identifier, in position 0, b
                    as in TRM (models/puzzle_embedding.py).
 Halting            Training: A slot halts after 16 thinking steps, or earlier if q_halt > q_continue and
                    exploration allows it. Evaluation: By default after 16 steps (models/halting.py).
-Loss               The loss of TRM (models/trm.py), plus 0.5 times the binary cross-entropy of q_continue. The
-                   target is sigmoid(max(q_halt, q_continue)) after one more thinking step without gradient.
-                   After the 16th step, it is the sigmoid(q_halt) of one more step (models/objective.py).
+Loss               The stablemax cross-entropy of the answer, plus 0.5 times the binary cross-entropies of
+                   q_halt and of q_continue. The target of q_halt is 1 if the answer is right. The target of
+                   q_continue is sigmoid(max(q_halt, q_continue)) after one more thinking step without
+                   gradient. After the 16th step, it is the sigmoid(q_halt) of one more step
+                   (models/objective.py).
 """
 
 from torch import Tensor
@@ -37,7 +39,7 @@ class HRM(TokenNetwork):
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = H(z_H, z_L)
         logits = lm_head(z_H at the cells)
-        q_halt, q_continue = q_head(z_H at position 0)
+        q_halt, q_continue = q_head(z_H at position 0; with arch.conv=instead, the mean over positions)
 
     e is the embedded puzzle. L(z, x) and H(z, x) apply two stacks of transformer blocks, `L_level` and
     `H_level`, to the sum z + x. By default, H_cycles and L_cycles are 2, and each stack has 4 blocks. By

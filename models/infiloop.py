@@ -20,7 +20,7 @@ _FIRST_DECAY = 0.55  # initial b, the best one in the paper's experiments
 
 
 class Gate(nn.Module):
-    """Computes the weighted mean of an initial hidden state and the results of all calls of a module.
+    """Computes the weighted mean of an initial hidden state and the results of all calls of a level.
 
     If z_0 is the initial state and z_t the result of call t, the state after call t is N_t / D_t:
 
@@ -46,10 +46,10 @@ class Gate(nn.Module):
         return torch.where(log_D.isinf(), self.score(z), log_D)
 
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the result of a call to the weighted mean of all results so far.
+        """Adds the result of a call to the weighted mean of the initial state and all earlier results.
 
-        Returns the mean, which is the hidden state after the call, and log D. D is the sum of the weights of
-        all results so far. In each call, a learned factor shrinks the weights of earlier results.
+        Returns the new mean, which is the hidden state after the call, and the new log D. D is the sum of all
+        weights of the mean. In each call, a learned factor shrinks the earlier weights.
 
         z: Mean before the call, which is the hidden state, [batch, positions, width].
         new: Result of the call, in the same shape.
@@ -63,14 +63,15 @@ class Gate(nn.Module):
 class InfiLoop(TokenNetwork):
     """The network of InfiLoop (arXiv 2610.11570), a variant of TRM (arXiv 2510.04871).
 
-    Each hidden state is a weighted mean of the results of all calls so far (`Gate`). One call of the network,
+    Each hidden state is a weighted mean of its initial value and the results of all calls so far (`Gate`),
+    also of calls in earlier thinking steps on the puzzle. One call of the network,
     with the embedded puzzle e and a stack L of `L_layers` transformer blocks:
 
         H_cycles times:
             L_cycles times:  z_L, log_D_L = gate_L(z_L, L(z_L + z_H + e), log_D_L)
             once:            z_H, log_D_H = gate_H(z_H, L(z_H + z_L), log_D_H)
         logits = lm_head(z_H at the cells)
-        q_halt, q_continue = q_head(z_H at position 0)
+        q_halt, q_continue = q_head(z_H at position 0; with arch.conv=instead, the mean over positions)
 
     The hidden states z_H and z_L are [batch, positions, hidden]. log_D_H and log_D_L are float32 [batch,
     positions]. All calls in the last `gradient_cycles` H cycles have gradient (by default in the last one).

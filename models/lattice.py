@@ -1,7 +1,9 @@
 """The boards of LDT: their start, their moves, and what happens after a move.
 
 A board is a puzzle with candidates for each cell, the values that are still possible. An open cell has
-several candidates. A given cell had only one at the start. models/ldt.py has more about these words.
+several candidates. A given cell had only one at the start. A hint (in training, `with_hints`) leaves an open
+cell only one candidate at the start. `Outputs` describes the probabilities keep, digit and conflict that the
+network predicts. models/ldt.py has more about these words.
 
 The state of a slot (`start_boards` creates it, and `move` changes alive, guess and outcome):
 
@@ -240,9 +242,10 @@ def given_cells(state: State) -> Tensor:
 
 
 def is_lost(state: State) -> Tensor:
-    """Returns which boards have a cell without any right candidate, by `target`: bool [batch].
+    """Returns which boards have a cell in which no candidate is right: bool [batch].
 
-    In training, moves only remove candidates. So such a board never gets a right answer.
+    A candidate is right if `target` is 1 for it. In training, moves only remove candidates. So a lost board
+    never gets a right answer.
     """
     return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
 

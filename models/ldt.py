@@ -1,6 +1,6 @@
 """The Lattice Deduction Transformer (LDT, arXiv 2605.08605): removes candidates, and guesses.
 
-A slot is one entry of the batch, and works on one puzzle at a time. Its state is a board, not a latent
+A slot is one position of the batch, and works on one puzzle at a time. Its state is a board, not a latent
 vector. A board has candidates for each cell: the values that are still possible. One thinking step is one
 move of each board (`LDT.forward`):
 
@@ -15,6 +15,8 @@ move of each board (`LDT.forward`):
 
 Words for boards and cells:
 
+hint           In training, some open cells of a new board start with only one candidate. It is the right
+               value, or in some boards a wrong one.
 lost           The board has lost the solution: in some cell, the right value is not a candidate. A move has
                removed the right value, or a hint at the start was wrong. Only training knows which boards are
                lost, from the labels.
@@ -126,7 +128,8 @@ class LDT(Network):
     """The network of LDT (arXiv 2605.08605). Its state is a board: the candidates (possible values) of cells.
 
     A thinking step removes unlikely candidates. Then it guesses the value of a cell, unless the board is
-    solved or contradictory. `look` computes the logits for both from boards, [batch, cells, values]:
+    solved or contradictory. The method `look` computes the logits that both parts use, from the boards,
+    [batch, cells, values]:
 
         h = h0 = input_proj(board)                  [batch, cells, hidden]
         loops times:

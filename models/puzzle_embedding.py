@@ -21,8 +21,9 @@ class PuzzleEmbedding(nn.Module):
     """A table with a learned vector for each puzzle identifier.
 
     A dataset gives each puzzle an identifier, which several puzzles may share. A call takes identifiers and
-    returns their vectors. In training mode, the result requires a gradient. `pop_gradients` returns the
-    gradients of all calls, and `optimizers.puzzle_table` uses these gradients to update the vectors.
+    returns their vectors. In training mode, the result requires a gradient. After the backward pass,
+    `pop_gradients` returns the gradients of these results, and `optimizers.puzzle_table` uses them to update
+    the vectors.
     `weights` is a buffer, not a parameter, because a training step uses only a few of its rows.
 
     Attributes:

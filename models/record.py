@@ -24,7 +24,8 @@ class Call(NamedTuple):
     Attributes:
         name: Name of the module in the network, such as "L_level.layers.0.mlp", or of the state, such as
             "z_H".
-        output: Copy of the output of the module, or of the state, [batch, positions, hidden].
+        output: Copy of the output of the module, or of the state, usually [batch, positions, hidden] (SE-RRM:
+            [batch, symbols, positions, hidden]).
         steps: Number of thinking steps that each puzzle has had, including this one, int32 [batch].
         rows: Index of each puzzle in its test set, int64 [batch], or -1 for padding. With several samples,
             index * number of samples + index of the sample.

@@ -1,6 +1,8 @@
 """The baseline of the papers: a transformer of the same blocks that answers in one forward pass.
 
-A slot halts after its first thinking step. Puzzle embedding and loss are the same as in TRM (models/trm.py).
+A slot halts after its first thinking step. The puzzle embedding is a learned vector for each puzzle
+identifier, in position 0, before the cells. The loss is the same as in TRM: the stablemax cross-entropy of
+the answer, plus 0.5 times the binary cross-entropy of q_halt (models/objective.py).
 """
 
 from torch import Tensor

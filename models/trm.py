@@ -1,7 +1,7 @@
 """The Tiny Recursive Model (TRM, arXiv 2510.04871): one small level updates both z_L and z_H.
 
-The model works on a batch of puzzles. A slot is one entry of the batch, and works on one puzzle at a time. A
-training step runs one thinking step of every slot. The texts below describe the default keys
+The model works on a batch of puzzles. A slot is one position of the batch, and works on one puzzle at a time.
+A training step runs one thinking step of every slot. The texts below describe the default keys
 (config/pretrain.yaml, config/arch/trm.yaml).
 
 Thinking step      `TRM.forward` below: three H cycles. An H cycle calls the level six times for z_L, then
@@ -45,7 +45,7 @@ class TRM(TokenNetwork):
             L_cycles times:  z_L = L(z_L, z_H + e)
             once:            z_H = L(z_H, z_L)
         logits = lm_head(z_H at the cells)
-        q_halt, q_continue = q_head(z_H at position 0)
+        q_halt, q_continue = q_head(z_H at position 0; with arch.conv=instead, the mean over positions)
 
     e is the embedded puzzle. L(z, x) applies a stack of `L_layers` transformer blocks to the sum z + x. By
     default, H_cycles is 3, L_cycles is 6, and the stack has 2 blocks. q_halt decides when a puzzle halts.

@@ -24,7 +24,7 @@ class TRMSingleZ(TokenNetwork):
             L_cycles times:  z_H = L(z_H + e)
             once:            z_H = L(z_H)
         logits = lm_head(z_H at the cells)
-        q_halt, q_continue = q_head(z_H at position 0)
+        q_halt, q_continue = q_head(z_H at position 0; with arch.conv=instead, the mean over positions)
 
     q_halt decides when a puzzle halts. q_continue has no effect by default. e and z_H are [batch, positions,
     hidden]: positions for the puzzle embedding, then the cells. All calls of L in the last `gradient_cycles`

@@ -1,7 +1,9 @@
 """The Universal Reasoning Model (URM, arXiv 2512.14693): one state, updated repeatedly by the same blocks.
 
-In training, a slot halts if q_halt > 0, or after 16 thinking steps. Puzzle embedding, halting and loss are
-the same as in TRM (models/trm.py).
+In training, a slot halts after 16 thinking steps, or earlier if q_halt > 0 and exploration allows it. The
+puzzle embedding is a learned vector for each puzzle identifier, in position 0, before the cells. The loss is
+the stablemax cross-entropy of the answer, plus 0.5 times the binary cross-entropy of q_halt. Halting and loss
+are the same as in TRM (models/trm.py).
 """
 
 import torch.nn.functional as F
@@ -49,7 +51,7 @@ class URM(TokenNetwork):
 
         H_cycles x L_cycles times:  z_H = L(z_H + e)
         logits = lm_head(z_H at the cells)
-        q_halt, q_continue = q_head(z_H at position 0)
+        q_halt, q_continue = q_head(z_H at position 0; with arch.conv=instead, the mean over positions)
 
     By default, H_cycles is 2, L_cycles is 6, and the stack has 4 blocks. q_halt decides when a puzzle halts.
     q_continue has no effect by default.
