@@ -22,8 +22,8 @@ A resume, at the start of the next launch:
    (checkpointing/tensors.py) reads the tensors and shards of this rank from any number of files.
 7. `resume` removes rows of later steps from metrics.jsonl (runtime/metrics_file.py), and restores the best
    metric so far (training/best.py).
-8. pretrain.py: `run_steps` reads batches from the next step on. `Monitor` (training/monitor.py) resets the
-   metric sums if they are logged.
+8. pretrain.py: `run_steps` reads batches from the next step on. If the row of the loaded step is already
+   logged, `Monitor` (training/monitor.py) resets the metric sums. Exception: only `max_steps` caused the row.
 
 What depends only on the step and the config is not stored, such as random numbers (models/random.py) and the
 position in the data (dataset/plan.py). With local steps, a checkpoint is saved only after a step in which the
@@ -108,9 +108,9 @@ class CheckpointManager:
             in every checkpoint.
         trained_on: Function (step) -> hashes of this run's examples that were trained on up to the step.
             Called only on rank 0. If None, checkpoints do not contain them.
-        dataset: Training data, to find the embedding of each puzzle in another run (`init_from`) by name. If
-            None, or without names, embedding i is copied to embedding i, or each becomes the mean if the
-            numbers of embeddings differ.
+        dataset: Training data. With `init_from`, each puzzle gets the stored embedding of the puzzle with the
+            same name. If `dataset` is None or the puzzles have no names, stored embedding i is copied to
+            embedding i. If the numbers of embeddings then differ, each becomes the mean of the stored ones.
 
     Attributes:
         best: Remembers evaluations, and finds the best step so far (`BestStep`).
@@ -162,10 +162,10 @@ class CheckpointManager:
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
 
-        First waits until the previous save has ended. Returns when the tensors of this rank are copied to
-        host memory. A thread then writes the files. With checkpoint_async=false, `save` returns only when
-        this rank has written its files, and on rank 0 only when all ranks have. If the current step is
-        already saved, or if a save of this step has failed, does nothing.
+        If the checkpoint of the current step exists, or if `save` was already called for this step, does
+        nothing. Otherwise, first waits until the previous save has ended. Returns when the tensors of this
+        rank are copied to host memory. A thread then writes the files. With checkpoint_async=false, `save`
+        returns only when this rank has written its files, and on rank 0 only when all ranks have.
         """
         if state.step == self._newest_step:
             return

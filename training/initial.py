@@ -53,10 +53,12 @@ def copy_weights_(
     shapes of weights differ. Only the number of puzzle embeddings may differ. The message lists the config
     keys to set. Tensors that describe the training data (`Network.of_data`) do not change.
 
-    targets: {name: full tensor or shard} of this rank, changed in place. location: Checkpoint: a path or an
-    address hf://OWNER/NAME. arch: Architecture of this run. dataset: Training data, to find the embedding of
-    each puzzle in the checkpoint by name. If None, or without names, embedding i is copied to embedding i, or
-    each becomes the mean if the numbers of embeddings differ.
+    targets: {name: full tensor or shard} of this rank, changed in place.
+    location: Checkpoint: a path or an address hf://OWNER/NAME.
+    arch: Architecture of this run.
+    dataset: Training data. Each puzzle gets the stored embedding of the puzzle with the same name. If None,
+        or if the puzzles have no names, stored embedding i is copied to embedding i. If the numbers of
+        embeddings then differ, each becomes the mean of the stored ones.
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
     current, stored = (
