@@ -52,9 +52,9 @@ def step_of(path: Path) -> int | None:
 
 
 def follow_step_link(path: Path) -> Path:
-    """If a path is a link with another name, such as newest, to a checkpoint step_<N>, returns the target.
+    """If a path, such as RUN_FOLDER/newest, is a link to a checkpoint step_<N>, returns the target.
 
-    Returns any other path unchanged.
+    Returns any other path unchanged, also a link that is itself named step_<N>.
     """
     target = Path(os.path.realpath(path))
     return target if step_of(path) is None and step_of(target) is not None else path

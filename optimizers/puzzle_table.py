@@ -3,8 +3,8 @@
 A training step updates only the rows that its slots use. The update is weight decay, then a step against the
 sign of the gradient. If a gradient is 0, the row only decays. The gradients are summed over all ranks, except
 with local_steps > 1. There are two kinds of tables. `Replicated`: every rank holds all rows. `RowsByOwner`:
-the ranks that divide the batch also divide the rows (`distributed.shards.rows_of_rank`). Before each forward
-pass, a rank fetches the rows that its slots read from the ranks that hold these rows.
+the ranks that divide the batch also divide the rows (`distributed.shards.rows_of_rank`). Before the forward
+pass, other ranks send a rank the rows that its slots need.
 
 Invariant: before a row changes, its old value is added to its average (`optimizers.average`).
 """
@@ -40,7 +40,7 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
     """Sums the gradients of each puzzle embedding. Returns (identifiers [m], sums [m, ndim]).
 
     The returned identifiers are distinct and in ascending order. Sums are float64 (float32 on mps), so that
-    the sign of a sum does not depend on the order.
+    the sign of a sum does not depend on the order of the gradients.
 
     identifiers: For each gradient, the row of its puzzle embedding, integers [n], with repeats. gradients:
     [n, ndim].

@@ -23,7 +23,8 @@ A resume, at the start of the next launch:
 7. `resume` removes rows of later steps from metrics.jsonl (runtime/metrics_file.py), and restores the best
    metric so far (training/best.py).
 8. pretrain.py: `run_steps` reads batches from the next step on. If the row of the loaded step is already
-   logged, `Monitor` (training/monitor.py) resets the metric sums. Exception: only `max_steps` caused the row.
+   logged, `Monitor` (training/monitor.py) resets the metric sums. Exception: that row was logged only because
+   `max_steps` ended the previous launch.
 
 What depends only on the step and the config is not stored, such as random numbers (models/random.py) and the
 position in the data (dataset/plan.py). With local steps, a checkpoint is saved only after a step in which the
@@ -109,8 +110,9 @@ class CheckpointManager:
         trained_on: Function (step) -> hashes of this run's examples that were trained on up to the step.
             Called only on rank 0. If None, checkpoints do not contain them.
         dataset: Training data. With `init_from`, each puzzle gets the stored embedding of the puzzle with the
-            same name. If `dataset` is None or the puzzles have no names, stored embedding i is copied to
-            embedding i. If the numbers of embeddings then differ, each becomes the mean of the stored ones.
+            same name, and a new puzzle gets the mean of all. If `dataset` is None or the puzzles have no
+            names, the number of embeddings decides. If it is equal, stored embedding i is copied to embedding
+            i. Otherwise, each embedding becomes the mean.
 
     Attributes:
         best: Remembers evaluations, and finds the best step so far (`BestStep`).
@@ -205,7 +207,7 @@ class CheckpointManager:
     def trained_at(self, step: int) -> Trained | None:
         """Returns hashes of all examples on which the weights at training step `step` were trained.
 
-        They are those of this run, and those of the checkpoint that the run started from. If some are
+        This includes the training examples of the checkpoint that the run started from. If some examples are
         unknown, the field `is_complete` of the result is False. Call it after `resume`. Returns None on ranks
         other than 0, and if `trained_on` of the constructor is None.
         """
@@ -284,10 +286,9 @@ class CheckpointManager:
             raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
 
     def pop_stall_seconds(self) -> dict[str, float]:
-        """Returns the seconds spent in `save`, as {"checkpoint_stall_seconds": seconds}.
+        """Returns the seconds spent in `save` since the previous call of this method.
 
-        Calls of `save` before the previous `pop_stall_seconds` are not counted. Returns {} if nothing was
-        saved since then.
+        The result is {"checkpoint_stall_seconds": seconds}, or {} if nothing was saved since then.
         """
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}

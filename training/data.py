@@ -192,8 +192,9 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
     """Opens the datasets of the config key `test_data_path`. Returns {folder name: dataset}.
 
     Raises ValueError if two folders have the same name, or if the model cannot read a dataset. The
-    dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle must have a
-    trained embedding.
+    dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle must be in
+    `trained`, with the same puzzle identifier. If the puzzles have no names, only the number of identifiers
+    is checked.
 
     trained: Dataset that the model trains on.
     """

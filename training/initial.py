@@ -56,9 +56,10 @@ def copy_weights_(
     targets: {name: full tensor or shard} of this rank, changed in place.
     location: Checkpoint: a path or an address hf://OWNER/NAME.
     arch: Architecture of this run.
-    dataset: Training data. Each puzzle gets the stored embedding of the puzzle with the same name. If None,
-        or if the puzzles have no names, stored embedding i is copied to embedding i. If the numbers of
-        embeddings then differ, each becomes the mean of the stored ones.
+    dataset: Training data. Each puzzle gets the stored embedding of the puzzle with the same name, and a new
+        puzzle gets the mean of all. If `dataset` is None or the puzzles have no names, the number of
+        embeddings decides. If it is equal, stored embedding i is copied to embedding i. Otherwise, each
+        embedding becomes the mean.
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
     current, stored = (

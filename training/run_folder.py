@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, so that only one run uses it, and its small files. Rank 0 writes them."""
+"""The folder of a run: a lock, so that only one launch at a time uses it, and small files of rank 0."""
 
 from runtime.environment import num_cores
 

@@ -47,7 +47,7 @@ class TrainState:
         average: Moving average (EMA) of the dense weights.
         strategy: When and how ranks synchronize gradients or weights.
         carry: Puzzle and latent state of each slot of this rank.
-        slots: Range of the slots of this rank.
+        slots: Numbers of this rank's slots in the global batch.
         num_slots: Number of slots of the global batch.
         mesh: Process groups of this rank.
         metrics: Sums of metrics over this rank's slots, and over the steps since metrics were last logged.

@@ -143,7 +143,7 @@ def _stop_signal(command: Sequence[str]) -> signal.Signals:
 
 
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
-    """Divides the CPU cores among the trials that run at the same time, at most `num_slots`.
+    """Divides the CPU cores evenly among `num_slots` trials that run at the same time.
 
     Returns the numbers of the cores for one of these trials, such as [0, 1, 2, 3]. Returns None if the trial
     may use all cores.
