@@ -3,8 +3,8 @@
 A training step updates only the rows that its slots use. The update is weight decay, then a step against the
 sign of the gradient. If a gradient is 0, the row only decays. The gradients are summed over all ranks, except
 with local_steps > 1. There are two kinds of tables. `Replicated`: every rank holds all rows. `RowsByOwner`:
-the ranks that divide the batch also divide the rows (`distributed.shards.rows_of_rank`). Before the forward
-pass, other ranks send a rank the rows that its slots need.
+the ranks that divide the batch also divide the rows (`distributed.shards.rows_of_rank`). With `RowsByOwner`,
+each rank gets the rows that its slots need from the other ranks, before the forward pass.
 
 Invariant: before a row changes, its old value is added to its average (`optimizers.average`).
 """
