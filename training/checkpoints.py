@@ -111,8 +111,8 @@ class CheckpointManager:
             Called only on rank 0. If None, checkpoints do not contain them.
         dataset: Training data. With `init_from`, each puzzle gets the stored embedding of the puzzle with the
             same name, and a new puzzle gets the mean of all. If `dataset` is None or the puzzles have no
-            names, the number of embeddings decides. If it is equal, stored embedding i is copied to embedding
-            i. Otherwise, each embedding becomes the mean.
+            names, the numbers of embeddings decide. If they are equal, stored embedding i is copied to
+            embedding i. Otherwise, each embedding becomes the mean.
 
     Attributes:
         best: Remembers evaluations, and finds the best step so far (`BestStep`).
@@ -207,9 +207,9 @@ class CheckpointManager:
     def trained_at(self, step: int) -> Trained | None:
         """Returns hashes of all examples on which the weights at training step `step` were trained.
 
-        This includes the training examples of the checkpoint that the run started from. If some examples are
-        unknown, the field `is_complete` of the result is False. Call it after `resume`. Returns None on ranks
-        other than 0, and if `trained_on` of the constructor is None.
+        The result includes the training examples of the checkpoint that the run started from. If some
+        examples are unknown, the field `is_complete` of the result is False. Call it after `resume`. Returns
+        None on ranks other than 0, and if `trained_on` of the constructor is None.
         """
         if not is_main() or self._trained_on is None:
             return None

@@ -52,7 +52,7 @@ class RunData:
         manifests: {data folder: content of its manifest file} at the start, to detect a rebuild.
         hashes: {index of a training folder: hashes of the examples that are trained on}. {} except on rank 0.
         leaks: `leaks.found` contains, for each evaluated set, such as "eval/all", the puzzles that are also
-            trained on. `open_data` compares the training puzzles of this run. pretrain.py later also compares
+            trained on. At first, only the training puzzles of this run are known. pretrain.py later adds
             those of the checkpoint that the run starts from.
     """
 

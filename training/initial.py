@@ -57,8 +57,8 @@ def copy_weights_(
     location: Checkpoint: a path or an address hf://OWNER/NAME.
     arch: Architecture of this run.
     dataset: Training data. Each puzzle gets the stored embedding of the puzzle with the same name, and a new
-        puzzle gets the mean of all. If `dataset` is None or the puzzles have no names, the number of
-        embeddings decides. If it is equal, stored embedding i is copied to embedding i. Otherwise, each
+        puzzle gets the mean of all. If `dataset` is None or the puzzles have no names, the numbers of
+        embeddings decide. If they are equal, stored embedding i is copied to embedding i. Otherwise, each
         embedding becomes the mean.
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
