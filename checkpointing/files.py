@@ -52,9 +52,9 @@ def step_of(path: Path) -> int | None:
 
 
 def follow_step_link(path: Path) -> Path:
-    """If a path is a link with another name, such as newest, to a checkpoint step_<N>, returns the target.
+    """If a path, such as RUN_FOLDER/newest, is a link to a checkpoint step_<N>, returns the target.
 
-    Returns any other path unchanged.
+    Returns any other path unchanged, also a link that is itself named step_<N>.
     """
     target = Path(os.path.realpath(path))
     return target if step_of(path) is None and step_of(target) is not None else path
@@ -69,7 +69,7 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 def newest_checkpoint(run_folder: Path) -> Path | None:
     """Returns the newest checkpoint folder in a run folder, or None if there is none.
 
-    Folders without manifest.json do not count. The files are not verified, so the checkpoint may be damaged.
+    Folders without manifest.json are ignored. The files are not verified, so the checkpoint may be damaged.
     """
     complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
     return complete[-1] if complete else None
@@ -101,8 +101,9 @@ def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
 def explain_missing(path: Path) -> str:
     """Returns an error message for a missing checkpoint or run folder.
 
-    Example: "checkpoints/demo/step_7 does not exist. checkpoints/demo has step_10, step_5." If no other
-    checkpoint is in the same folder, the message names the newest runs in checkpoints/ instead.
+    Example: "checkpoints/demo/step_7 does not exist. checkpoints/demo has step_10, step_5." If the name of
+    the path is not step_<N>, or if no other checkpoint is in the same folder, the message names the newest
+    runs in checkpoints/ instead.
     """
     if step_of(path) is not None and (steps := checkpoints_in(path.parent)):
         names = ", ".join(step.name for step in steps[::-1][:_MOST_NAMED])
@@ -276,7 +277,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def remove_unfinished_checkpoints(run_folder: Path) -> None:
     """Removes unfinished checkpoints that killed processes have left in a run folder.
 
-    No process may be writing into the run folder.
+    Call it only while no process writes a checkpoint into the run folder.
     """
     for path in run_folder.glob("step_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)

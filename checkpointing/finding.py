@@ -92,8 +92,9 @@ class Checkpoint:
         seq_len: Number of tokens of a puzzle in training. None if unknown.
         dataset_info: Description of the training data as JSON values (dataset/description.py). None if
             unknown.
-        selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test". None
-            if it was not selected.
+        selected_by: If the checkpoint was found as RUN_FOLDER/best, the split that selected it as the best of
+            its run, "validation" or "test". Otherwise None. A checkpoint that `share push` wrote keeps the
+            value that it had before.
         has_averages: Whether the file contains only averaged weights (EMA), without the raw weights.
         address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the training datasets. None if unknown.

@@ -123,7 +123,9 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
     """Returns the weights of a checkpoint on the CPU: {name in the model: full tensor}.
 
     If `raw` is False and the checkpoint has averages (EMA), returns the averages. Otherwise returns the raw
-    weights. Raises ValueError if a file is damaged, or if `raw` is True and the checkpoint has only averages.
+    weights. If the authors of a model published the file, it contains only one kind of weights, and `raw` has
+    no effect. Raises ValueError if a file is damaged, or if `raw` is True, but `checkpoint.has_averages` says
+    that the file contains only averages.
     """
     path = checkpoint.path
     if raw and checkpoint.has_averages:

@@ -17,8 +17,8 @@ def sizes_in(weights: State, arch: Architecture) -> dict[str, int]:
     """Returns the sizes that a dataset must have for a model with these weights.
 
     Example: {"num_puzzle_identifiers": 1, "vocab_size": 11, "seq_len": 81}. If no weight has an axis that
-    grows with a size, this size is left out. Raises KeyError if a weight with such an axis is
-    missing.
+    grows with a size, this size is left out. Example: without puzzle embeddings, "num_puzzle_identifiers".
+    Raises KeyError if a weight with such an axis is missing.
 
     weights: {name in the model: full tensor}.
     """

@@ -5,7 +5,8 @@ If processes are killed at any time, step_<N> is complete or does not exist:
 1. `start` waits for the previous save. It copies the tensors of this rank to host memory. Training continues.
 2. The thread of each rank writes its files into the temporary folder step_<N>.tmp-<nonce>, and flushes them.
 3. The thread of rank 0 collects the sizes and SHA-256 hashes of the files of all ranks. It writes them, and
-   a hash of them, to manifest.json. Then it renames the folder to step_<N>, and removes older checkpoints.
+   a hash of them, to manifest.json. Then it renames the folder to step_<N>. If the number of checkpoints is
+   limited (config key `keep_checkpoints`), it removes older ones.
 
 The threads communicate through the key-value store of torch.distributed. They do not use collectives, because
 all ranks must call collectives in the same order, and threads cannot guarantee that.

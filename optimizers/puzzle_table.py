@@ -3,8 +3,8 @@
 A training step updates only the rows that its slots use. The update is weight decay, then a step against the
 sign of the gradient. If a gradient is 0, the row only decays. The gradients are summed over all ranks, except
 with local_steps > 1. There are two kinds of tables. `Replicated`: every rank holds all rows. `RowsByOwner`:
-of the ranks that divide the batch, one holds each row (`distributed.shards.rows_of_rank`). Before the forward
-pass, each rank fetches the rows that its slots read.
+the ranks that divide the batch also divide the rows (`distributed.shards.rows_of_rank`). With `RowsByOwner`,
+each rank gets the rows that its slots need from the other ranks, before the forward pass.
 
 Invariant: before a row changes, its old value is added to its average (`optimizers.average`).
 """
@@ -40,7 +40,7 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
     """Sums the gradients of each puzzle embedding. Returns (identifiers [m], sums [m, ndim]).
 
     The returned identifiers are distinct and in ascending order. Sums are float64 (float32 on mps), so that
-    the sign of a sum does not depend on the order.
+    the sign of a sum does not depend on the order of the gradients.
 
     identifiers: For each gradient, the row of its puzzle embedding, integers [n], with repeats. gradients:
     [n, ndim].
@@ -101,7 +101,7 @@ class PuzzleTable:
     def update_(self, lr: float) -> None:
         """Updates the puzzle embeddings that this training step used. Does not communicate.
 
-        Before, call `reduce` (with local_steps > 1, `keep_own`), which provides the gradients.
+        Uses the gradients of the last call of `reduce`, or of `keep_own` with local_steps > 1.
         """
 
     def merge(self, *, step: int) -> None:
@@ -120,11 +120,12 @@ class PuzzleTable:
         """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """If ranks divide the puzzle embeddings, overwrites them with those of rank 0. All ranks call it.
+        """If ranks divide the puzzle embeddings, overwrites them with those in `weights`. All ranks call it.
 
         If every rank holds all embeddings, nothing changes: the caller broadcasts the embeddings itself.
 
-        weights: On rank 0, {name: full weight}, with all embeddings. On other ranks, {}.
+        weights: On rank 0, {name: full weight}, with all puzzle embeddings. On other ranks, {}. Rank 0 sends
+        the embeddings.
         """
 
     def tensors(self) -> Tensors:
@@ -141,7 +142,8 @@ class _Table(PuzzleTable):
     - `_identifiers_of(rows)`: converts row numbers on this rank to row numbers in the full table.
     - `owned_weights()`: returns a view of the rows that this rank owns.
     - `all_gather_owned(owned)`: `owned` is a tensor with one row for each row that this rank owns, such as
-      the moving averages. Returns a tensor with one row for each row that this rank holds. All ranks call it.
+      the moving averages. Returns a tensor with one row for each row in the memory of this rank: in
+      `Replicated` all rows, in `RowsByOwner` only the owned rows. All ranks call it.
 
     embedding: Module with the rows on this rank, [rows, ndim]. num_rows: Number of rows of the full table.
     ranks: Group of the ranks that divide the batch.

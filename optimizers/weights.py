@@ -39,8 +39,9 @@ class Weights:
             two: one for the weights outside of transformer blocks, and one for this rank's part of the
             blocks.
         groups: Pairs of an optimizer and the names of the weights that it updates (`ParameterGroup`).
-        owned: Weights that this rank updates, {name: tensor or shard}. They are full tensors, unless ranks
-            divide the updates (`shard_group` in distributed/flat.py). Then they are parts of weights, shards.
+        owned: Weights that this rank updates, {name: tensor or shard}. A value is a full tensor or, if this
+            rank updates only a part of the weight, a shard. With pipeline or tensor parallelism, all weights
+            of blocks are shards.
         scalars: Numbers that are sent together with the gradients, such as the loss.
         absent: Names of the weights that only other pipeline stages hold.
 
@@ -143,7 +144,7 @@ class Weights:
         return moments
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites the weights that ranks divide into shards with the weights of rank 0.
+        """Overwrites those weights that ranks divide into shards. The new values are `full_copies` of rank 0.
 
         All ranks of `ranks` call it. Weights that are not divided into shards do not change.
 

@@ -39,10 +39,10 @@ def adapt(
     The new embeddings start as the mean of all embeddings of the checkpoint. All other weights stay as in the
     checkpoint. Runs in one process.
 
-    demonstrations: Puzzles to train on. All have the same number of examples (inputs with labels). This is
-        also the number of slots. Training step i offers the examples of puzzle i, one to each slot. Only
-        slots that have halted take a new example. The identifier of a puzzle is the index of its embedding in
-        the returned model.
+    demonstrations: Puzzles to train on. All have the same number of examples (inputs with labels). There is
+        one training step for each puzzle, and one slot for each example of a puzzle. In the step of a puzzle,
+        each slot that has halted takes an example of this puzzle. Other slots keep their example. The
+        identifier of a puzzle is the index of its embedding in the returned model.
     metadata: Sizes of the dataset, such as the vocabulary. Its number of puzzle embeddings is not used.
     lr: Learning rate of the embeddings.
     raw: Whether to start from the weights themselves instead of their moving averages (EMA).

@@ -34,10 +34,11 @@ class Selection:
     the highest value is the best. If several values are equal, the newest checkpoint is the best.
     `selected_by` is the split of the metric, "validation" or "test".
 
-    keep_best: Name of the metric. "exact_accuracy" means the mean over all sets of a split, weighted by the
-        number of puzzles of each set. If all sets have 0 puzzles, they get equal weights.
-        "eval/all/exact_accuracy" means exactly this value of a row.
-    has_validation: Whether "exact_accuracy" is read from the validation split instead of the test split.
+    keep_best: Name of the metric. A name with a set, such as "eval/all/exact_accuracy", means this value of a
+        row. A name without a set, such as "exact_accuracy", means the mean over all sets of a split, weighted
+        by the number of puzzles of each set. If all sets have 0 puzzles, their weights are equal.
+    has_validation: Whether a metric without a set is read from the validation split instead of the test
+        split.
     """
 
     def __init__(self, keep_best: str, *, has_validation: bool):
@@ -94,8 +95,9 @@ class BestStep:
         """Reads the metric that the config key `keep_best` names from a row, and remembers its value.
 
         Returns entries to add to the row: best/<metric> (best value so far), best/step, and best/selected_by
-        (split of the metric, "validation" or "test"). If the row contains no evaluation on this split, or if
-        there is no finite value so far, returns {}. Warns if the evaluation lacks the metric.
+        (split of the metric, "validation" or "test"). Returns {} if `keep_best` is null, if the row contains
+        no evaluation on this split, or if no value so far is finite. Warns if the evaluation lacks the
+        metric.
 
         row: Row of metrics.jsonl for training step `step`.
         """

@@ -22,8 +22,9 @@ A resume, at the start of the next launch:
    (checkpointing/tensors.py) reads the tensors and shards of this rank from any number of files.
 7. `resume` removes rows of later steps from metrics.jsonl (runtime/metrics_file.py), and restores the best
    metric so far (training/best.py).
-8. pretrain.py: `run_steps` reads batches from the next step on. `Monitor` (training/monitor.py) resets the
-   metric sums if they are logged.
+8. pretrain.py: `run_steps` reads batches from the next step on. If the row of the loaded step is already
+   logged, `Monitor` (training/monitor.py) resets the metric sums. Exception: that row was logged only because
+   `max_steps` ended the previous launch.
 
 What depends only on the step and the config is not stored, such as random numbers (models/random.py) and the
 position in the data (dataset/plan.py). With local steps, a checkpoint is saved only after a step in which the
@@ -108,9 +109,10 @@ class CheckpointManager:
             in every checkpoint.
         trained_on: Function (step) -> hashes of this run's examples that were trained on up to the step.
             Called only on rank 0. If None, checkpoints do not contain them.
-        dataset: Training data, to find the embedding of each puzzle in another run (`init_from`) by name. If
-            None, or without names, embedding i is copied to embedding i, or each becomes the mean if the
-            numbers of embeddings differ.
+        dataset: Training data. With `init_from`, each puzzle gets the stored embedding of the puzzle with the
+            same name, and a new puzzle gets the mean of all. If `dataset` is None or the puzzles have no
+            names, the numbers of embeddings decide. If they are equal, stored embedding i is copied to
+            embedding i. Otherwise, each embedding becomes the mean.
 
     Attributes:
         best: Remembers evaluations, and finds the best step so far (`BestStep`).
@@ -162,10 +164,10 @@ class CheckpointManager:
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
 
-        First waits until the previous save has ended. Returns when the tensors of this rank are copied to
-        host memory. A thread then writes the files. With checkpoint_async=false, `save` returns only when
-        this rank has written its files, and on rank 0 only when all ranks have. If the current step is
-        already saved, or if a save of this step has failed, does nothing.
+        If the checkpoint of the current step exists, or if `save` was already called for this step, does
+        nothing. Otherwise, first waits until the previous save has ended. Returns when the tensors of this
+        rank are copied to host memory. A thread then writes the files. With checkpoint_async=false, `save`
+        returns only when this rank has written its files, and on rank 0 only when all ranks have.
         """
         if state.step == self._newest_step:
             return
@@ -205,9 +207,9 @@ class CheckpointManager:
     def trained_at(self, step: int) -> Trained | None:
         """Returns hashes of all examples on which the weights at training step `step` were trained.
 
-        They are those of this run, and those of the checkpoint that the run started from. If some are
-        unknown, the field `is_complete` of the result is False. Call it after `resume`. Returns None on ranks
-        other than 0, and if `trained_on` of the constructor is None.
+        The result includes the training examples of the checkpoint that the run started from. If some
+        examples are unknown, the field `is_complete` of the result is False. Call it after `resume`. Returns
+        None on ranks other than 0, and if `trained_on` of the constructor is None.
         """
         if not is_main() or self._trained_on is None:
             return None
@@ -284,10 +286,9 @@ class CheckpointManager:
             raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
 
     def pop_stall_seconds(self) -> dict[str, float]:
-        """Returns the seconds spent in `save`, as {"checkpoint_stall_seconds": seconds}.
+        """Returns the seconds spent in `save` since the previous call of this method.
 
-        Calls of `save` before the previous `pop_stall_seconds` are not counted. Returns {} if nothing was
-        saved since then.
+        The result is {"checkpoint_stall_seconds": seconds}, or {} if nothing was saved since then.
         """
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}

@@ -184,8 +184,9 @@ def traced_steps(
 ) -> Iterator[Callable[[], None]]:
     """Context manager that profiles some training steps of this rank, if `is_enabled`.
 
-    Yields a function that must be called after each step. After the last profiled step, writes a trace
-    for chrome://tracing or ui.perfetto.dev into `folder`, and logs the ten slowest operators.
+    Yields a function that must be called after each step. After the last profiled step, or if the block ends
+    earlier, writes a trace for chrome://tracing or ui.perfetto.dev into `folder`, and logs the ten slowest
+    operators.
 
     first_step: Number of training steps that the run had done before this process started, for the file name.
     steps: First and last step to profile. (5, 7) means steps 5 to 7 after the start of this process.

@@ -27,8 +27,8 @@ def git_commit() -> str | None:
 def code_diff() -> str:
     """Returns the uncommitted changes of the code as a git diff. "" without changes.
 
-    A new file counts if it is in a package of this repository or beside the programs, and if it is not a
-    plugin. The diff is cut off after 1 MiB.
+    A new file that git does not track is included if it is in a package of this repository, or in the same
+    folder as pretrain.py. Plugins are not included. The diff is cut off after 1 MiB.
     """
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):

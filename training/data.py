@@ -40,8 +40,8 @@ class RunData:
         dataset: All training folders as one dataset.
         plan: Which examples each training step uses.
         schedule: After which steps an evaluation, a checkpoint or a log row is due.
-        validation: {training set: indices of held-out puzzles, int64 [n]}, without their augmented copies. {}
-            without `validation_fraction`.
+        validation: {training set: indices of the held-out originals, integers [n]}. Their variants are also
+            held out, but not evaluated. {} without `validation_fraction`.
         joins_repeats: Whether equal puzzles are held out together. False if an earlier version of this code
             started the run.
         fingerprint: Hash of the content of all training folders.
@@ -51,8 +51,9 @@ class RunData:
         evaluators: Evaluators of `dataset`, then of each of `tests`. Call `fresh_copy` for each evaluation.
         manifests: {data folder: content of its manifest file} at the start, to detect a rebuild.
         hashes: {index of a training folder: hashes of the examples that are trained on}. {} except on rank 0.
-        leaks: For each evaluated set, such as "eval/all", the puzzles that are also trained on: by this run,
-            or before in the checkpoint that the run starts from.
+        leaks: `leaks.found` contains, for each evaluated set, such as "eval/all", the puzzles that are also
+            trained on. At first, only the training puzzles of this run are known. pretrain.py later adds
+            those of the checkpoint that the run starts from.
     """
 
     dataset: Dataset
@@ -191,8 +192,9 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
     """Opens the datasets of the config key `test_data_path`. Returns {folder name: dataset}.
 
     Raises ValueError if two folders have the same name, or if the model cannot read a dataset. The
-    dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle must have a
-    trained embedding.
+    dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle must be in
+    `trained`, with the same puzzle identifier. If the puzzles have no names, only the number of identifiers
+    is checked.
 
     trained: Dataset that the model trains on.
     """
@@ -293,7 +295,8 @@ def build_plan(
 ) -> TrainPlan:
     """Plans which examples each training step uses.
 
-    Raises ValueError if a stage of the curriculum is too short for one batch.
+    Raises ValueError if the puzzles between two evaluations do not fill one batch, or if all puzzles of a
+    stage of the curriculum are held out.
 
     data: Dataset of all `config.data_paths`. held_out: {training set: mask of the groups that must not be
     trained on, bool [num_groups]}. A group is a puzzle with its variants. If None, all are trained on.

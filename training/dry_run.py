@@ -115,7 +115,7 @@ class Needs:
     def slots_that_fit(self, num_bytes: float, reasoning: Reasoning) -> int:
         """Estimates how many slots fit into a process with `num_bytes` bytes of memory.
 
-        The size of the activations must be known.
+        Call it only if `activations(reasoning)` is not None.
         """
         of_slots = self.activations(reasoning) + self.memory()["carry"]
         fixed = sum(self.memory().values()) - self.memory()["carry"]

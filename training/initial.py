@@ -53,10 +53,13 @@ def copy_weights_(
     shapes of weights differ. Only the number of puzzle embeddings may differ. The message lists the config
     keys to set. Tensors that describe the training data (`Network.of_data`) do not change.
 
-    targets: {name: full tensor or shard} of this rank, changed in place. location: Checkpoint: a path or an
-    address hf://OWNER/NAME. arch: Architecture of this run. dataset: Training data, to find the embedding of
-    each puzzle in the checkpoint by name. If None, or without names, embedding i is copied to embedding i, or
-    each becomes the mean if the numbers of embeddings differ.
+    targets: {name: full tensor or shard} of this rank, changed in place.
+    location: Checkpoint: a path or an address hf://OWNER/NAME.
+    arch: Architecture of this run.
+    dataset: Training data. Each puzzle gets the stored embedding of the puzzle with the same name, and a new
+        puzzle gets the mean of all. If `dataset` is None or the puzzles have no names, the numbers of
+        embeddings decide. If they are equal, stored embedding i is copied to embedding i. Otherwise, each
+        embedding becomes the mean.
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
     current, stored = (

@@ -40,11 +40,10 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 def check_layout(config: PretrainConfig, world_size: int) -> None:
     """Raises ValueError if the slots cannot be divided evenly among processes, or into micro-batches.
 
-    If torchrun may change the number of nodes (--nnodes MIN:MAX), uneven micro-batches are allowed, and an
-    uneven division among processes causes only a warning. This exception does not apply with local_steps > 1
-    or with a pipeline.
+    Also raises ValueError if the degrees of parallelism do not divide `world_size`, the number of processes.
 
-    world_size: Number of processes.
+    If torchrun may change the number of nodes (--nnodes MIN:MAX), local_steps is 1 and there is no pipeline,
+    micro-batches may be uneven, and an uneven division among processes causes only a warning.
     """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])

@@ -138,7 +138,7 @@ class Monitor:
     def reading(self) -> Iterator[None]:
         """Context manager that measures how long the block waits for the next batch.
 
-        The measured time of the training step starts when the block starts.
+        If the clock of the training steps is stopped, starts the clock first.
         """
         self.clock.start()
         with self.clock.measure("data_wait"):
@@ -185,10 +185,10 @@ class Monitor:
         return self._schedule.has_row(step) and step != self._logged_step
 
     def reduce(self, state: TrainState) -> dict[str, float]:
-        """Returns metrics of the training steps since the last call of `log`, as {"train/<name>": value}.
+        """Returns metrics of the training steps since the last logged row, as {"train/<name>": value}.
 
         The metrics include times, learning rates and the epoch. All ranks call it. The result is correct only
-        on rank 0.
+        on rank 0. Ends the run if a loss or gradient norm was not finite.
         """
         self._finite.check()
         size = self._config.global_batch_size

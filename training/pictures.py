@@ -34,9 +34,9 @@ _GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG, pixels of the image
 
 
 def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Thoughts":
-    """Runs the model on `count` puzzles of the first test set. All ranks call it.
+    """Runs the model on up to `count` examples of the first test set, without variants. All ranks call it.
 
-    Returns the answers after each thinking step (call of the model).
+    Returns the answers after each thinking step (call of the model), of at most 64 steps.
     """
     set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
     batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, so that only one run uses it, and its small files. Rank 0 writes them."""
+"""The folder of a run: a lock, so that only one launch at a time uses it, and small files of rank 0."""
 
 from runtime.environment import num_cores
 
@@ -175,7 +175,7 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
     If the status is "finished", returns True. If the status is "max_steps", returns whether at least
     `max_steps` training steps are done. Otherwise, and if the file is missing or damaged, returns False.
 
-    max_steps: Planned value of the config key `max_steps`. If None, only "finished" counts.
+    max_steps: Planned value of the config key `max_steps`. If None, returns True only for "finished".
     """
     try:
         values = read_json(folder / STATUS_FILE)
@@ -219,8 +219,8 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
 def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:
     """Writes identities.npz into a run folder: which puzzle each puzzle embedding belongs to.
 
-    Writes no file in these cases: the model has no puzzle embeddings, all puzzles of a dataset folder share
-    one embedding, the puzzles have no names, or `dataset` is None.
+    Writes no file in these cases: the model has no puzzle embeddings, each dataset folder has one embedding
+    for all its puzzles, the puzzles have no names, or `dataset` is None.
 
     is_new: Whether the run starts without a checkpoint. If True, an existing file is first removed. If False,
         an existing file is kept.

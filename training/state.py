@@ -47,7 +47,7 @@ class TrainState:
         average: Moving average (EMA) of the dense weights.
         strategy: When and how ranks synchronize gradients or weights.
         carry: Puzzle and latent state of each slot of this rank.
-        slots: Range of the slots of this rank.
+        slots: Numbers of this rank's slots in the global batch.
         num_slots: Number of slots of the global batch.
         mesh: Process groups of this rank.
         metrics: Sums of metrics over this rank's slots, and over the steps since metrics were last logged.
@@ -128,8 +128,8 @@ class TrainState:
         """Loads the tensors, the step and the metric sums of a checkpoint into this state. All ranks call it.
 
         Any number of ranks may have saved the checkpoint. If the checkpoint has no averages (EMA), they start
-        as its weights. If it has no outer momentum (local steps), the outer momentum starts as 0. If any
-        other tensor of the checkpoint does not match this run, ends all ranks with a message.
+        as its weights. If it has no outer momentum (local steps), the outer momentum starts as 0. If another
+        tensor is missing, or if a tensor does not match this run, ends all ranks with a message.
 
         folder: Folder of the checkpoint. content: Content of its state.json.
         """

@@ -16,9 +16,9 @@ A training step has ten parts. The comments in the code have the same numbers.
  2. Put a new puzzle and its initial latent state into each slot that has halted.
  3. Determine the numbers by which the loss is divided: the number of slots of all ranks
     (`global_batch_size`), and the counts that `divisors` of the objective returns, summed over ranks.
- 4. Zero the gradients. Divide this rank's slots into `gradient_accumulation_steps` micro-batches (into more,
-    if they do not divide evenly). For each micro-batch, run the thinking step, decide which slots halt,
-    compute the loss, and run the backward pass.
+ 4. Zero the gradients. Divide this rank's slots into micro-batches, usually `gradient_accumulation_steps`.
+    For each micro-batch, run the thinking step, decide which slots halt, compute the loss, and run the
+    backward pass.
  5. Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
     gradient flows into an earlier training step.
  6. Sum over all ranks with different slots: the gradients, the loss, and the stop requests. The stop request
@@ -214,7 +214,7 @@ def forward_and_backward(
 def update(
     state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
 ) -> tuple[Tensor, StepResult]:
-    """Updates all weights and the moving averages.
+    """Updates the weights and the moving averages.
 
     First sums the gradients over ranks. With local_steps > 1, the gradients are not summed. Instead, the
     ranks merge their weights after every `local_steps` steps and after the last step of the run, and the

@@ -28,7 +28,8 @@ class StepResult(NamedTuple):
     device, equal on all ranks.
 
     Attributes:
-        averaged_steps: Training steps that the result covers. The moving average (EMA) counts them now.
+        averaged_steps: Training steps that the result covers. The moving averages (EMA) are now updated for
+            these steps.
         loss: Mean loss over these steps and the global batch.
         grad_norm: Norm of the summed gradients before clipping. With `local_steps` > 1, the mean of the norms
             over ranks and steps.
@@ -176,8 +177,9 @@ class LocalSteps(Strategy):
         weights = anchor - outer_lr * (change + outer_momentum * momentum)
 
     With outer_lr=1 and outer_momentum=0, the result is the mean of the weights (LocalSGD, arXiv 1805.09767).
-    DiLoCo (arXiv 2311.08105) uses outer_lr=0.7 and outer_momentum=0.9. A merge does not change the optimizer
-    states. The last step of the run also ends with common weights.
+    DiLoCo (arXiv 2311.08105) uses outer_lr=0.7 and outer_momentum=0.9. A puzzle embedding becomes the mean
+    over the ranks that have changed it since the previous merge. A merge does not change the optimizer
+    states. The last step of the run also ends with a merge.
     """
 
     def __init__(self, config: PretrainConfig, *arguments: Any, **options: Any):

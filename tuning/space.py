@@ -85,9 +85,10 @@ class Space:
     def check(self) -> PretrainConfig:
         """Checks that pretrain.py accepts every value of each hyper-parameter.
 
-        Of a range of numbers, only the lowest and the highest value are checked. Returns the config of a
-        training with one of the possible values of each hyper-parameter. Raises ValueError if a value is
-        invalid together with each of up to 16 combinations of values of the other hyper-parameters.
+        Of a range of numbers, only the lowest and the highest value are checked. Each value is tried together
+        with up to 16 combinations of values of the other hyper-parameters. If all of these are invalid,
+        raises ValueError. Returns the config of a training with one of the possible values of each
+        hyper-parameter.
         """
         extremes = {}
         for key, distribution in self.parameters.items():
@@ -236,7 +237,7 @@ def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
     """Returns the text of a YAML file that sets the given keys.
 
-    `pretrain.py experiment=NAME` can read the file. It starts with `comment`.
+    `pretrain.py experiment=NAME` can read the file. `comment` becomes a YAML comment at its top.
 
     overrides: Arguments key=value. Options such as --config-dir are left out.
     """

@@ -245,8 +245,8 @@ def folder_of(config: SearchConfig) -> Path:
 def open_folder(config: SearchConfig) -> Path:
     """Creates the folder of a search if needed, locks it, and returns its path.
 
-    The lock keeps other processes from using the folder until this process ends. Raises ValueError if it
-    fails.
+    The folder stays locked until this process ends. Raises ValueError if the folder cannot be created, or if
+    another process has locked it.
     """
     folder = folder_of(config)
     try:

@@ -30,7 +30,8 @@ class Trial:
     """Runs the trainings of one combination of hyper-parameters, one for each seed.
 
     The trainings are child processes, one after the other. If the caller sets `is_stopped` to True, the
-    current training saves a checkpoint and ends.
+    current training saves a checkpoint and ends, and no other training starts. `is_pruned` is for the caller:
+    whether the trial was stopped because it is worse than others.
 
     drawn: Trial of Optuna with the chosen values.
     commands: {run folder: command that starts or continues the training}.
@@ -61,7 +62,7 @@ class Trial:
         If a training fails after it has saved a new checkpoint, it is started again. If it fails without a
         new checkpoint, raises ValueError.
 
-        on_poll: Function that is called five times a second.
+        on_poll: Function that is called with this trial five times a second.
         """
         for folder, command in self._commands.items():
             while not (self.is_stopped or self._has_ended(folder)):
@@ -142,10 +143,12 @@ def _stop_signal(command: Sequence[str]) -> signal.Signals:
 
 
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
-    """Divides the CPU cores among the `num_slots` trials that run at the same time.
+    """Divides the CPU cores evenly among `num_slots` trials that run at the same time.
 
-    Returns the numbers of the cores for the trial `slot`, such as [0, 1, 2, 3]. Returns None if the trial may
-    use all cores.
+    Returns the numbers of the cores for one of these trials, such as [0, 1, 2, 3]. Returns None if the trial
+    may use all cores.
+
+    slot: Index of the trial among those that run at the same time, from 0 to num_slots - 1.
     """
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         return None

@@ -113,8 +113,8 @@ class WandbRun:
     def _catch_up(self, *, is_new: bool) -> None:
         """Sends the rows of metrics.jsonl that W&B does not have yet.
 
-        In offline mode, sends rows only if the W&B run is new. In all modes, writes the best value of each
-        evaluation metric in metrics.jsonl to W&B's summary of the run.
+        In offline mode, sends rows only if the W&B run is new. In all modes, writes the best values of
+        evaluation metrics in metrics.jsonl to W&B's summary of the run.
 
         is_new: Whether the W&B run is new.
         """
@@ -162,8 +162,8 @@ class WandbRun:
 
         Values of earlier launches of the run are included. W&B itself would not include them.
 
-        metrics: {metric: value} of one row of metrics.jsonl. Only metrics of evaluations are used of which it
-        is known whether higher or lower is better.
+        metrics: {metric: value} of one row of metrics.jsonl. Training metrics are ignored. A metric of an
+        evaluation is ignored if it is not known whether higher or lower values are better.
         """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
