@@ -73,8 +73,8 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
             "L_level.layers.0.*".
 
     Raises:
-        ValueError: The model is compiled, no state or module has one of the names, or the network was not
-            called.
+        ValueError: The model is compiled, no state or module has one of the names, or the network was called
+            by itself, without its `HaltingModel`, or not at all.
     """
     network = getattr(model, "network", model)
     if isinstance(network, Network):
@@ -121,6 +121,9 @@ class _Recorder:
             self._carry, self._num_cycles = args[0], max(args[1].H_cycles, 1)
         elif isinstance(module, Network):
             if not module.training and self._network in (None, module):
+                if self._carry is None:
+                    message = "a network is called without its HaltingModel. Call the HaltingModel."
+                    raise ValueError(f"cannot record: {message}")
                 self._now, self._modules = module, _names_of(module, self._names)
                 self._inputs, self._outputs = [], []
         elif isinstance(module, Level) and self._now is not None:

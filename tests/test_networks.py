@@ -346,6 +346,10 @@ def test_a_recording_refuses_what_it_cannot_see(monkeypatch):
     assert refusal(model, "z_Q") == "cannot record z_Q: no call of a level changes it. Remove it."
     assert "ran no thinking step in evaluation mode" in refusal(model.train(), "z_H")
     assert "Pass a HaltingModel" in refusal(torch.nn.Identity(), "z_H")
+    reasoning, state = model.eval_reasoning("max"), model.network.initial_state(2, seq_len=FACTS.seq_len)
+    data = random_batch(2)
+    with pytest.raises(ValueError, match="called without its HaltingModel"), models.record(model, ["z_H"]):
+        model.eval().network(state, data.inputs, data.puzzle_identifiers, reasoning=reasoning)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)  # takes seconds
     compile_blocks(model)
     assert refusal(model.eval(), "z_H").startswith("cannot record a compiled model.")

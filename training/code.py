@@ -8,7 +8,7 @@ from distributed.launch import NOT_RUN, REPOSITORY
 from runtime.plugins import plugin_files
 
 CHANGES = "+changes"  # suffix of the commit if there are uncommitted changes
-_MOST_BYTES = 2**20  # maximum size of a recorded diff
+_MOST_CHARACTERS = 2**20  # maximum size of a recorded diff
 _CODE = ("*.py", "*.yaml", *(f":(exclude){folder}" for folder in sorted(NOT_RUN)))
 
 
@@ -28,14 +28,14 @@ def code_diff() -> str:
     """Returns the uncommitted changes of the code as a git diff. "" without changes.
 
     A new file that git does not track is included if it is in a package of this repository, or in the same
-    folder as pretrain.py. Plugins are not included. The diff is cut off after 1 MiB.
+    folder as pretrain.py. Plugins are not included. The diff is cut off after 2^20 characters.
     """
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
-        if name and _is_code(name) and sum(map(len, parts)) <= _MOST_BYTES:
+        if name and _is_code(name) and sum(map(len, parts)) <= _MOST_CHARACTERS:
             parts.append(git("diff", "--no-ext-diff", "--no-index", "--", "/dev/null", name))
     diff = "".join(parts)
-    return diff if len(diff) <= _MOST_BYTES else diff[:_MOST_BYTES] + "\n(cut off here)\n"
+    return diff if len(diff) <= _MOST_CHARACTERS else diff[:_MOST_CHARACTERS] + "\n(cut off here)\n"
 
 
 def _is_code(name: str) -> bool:
