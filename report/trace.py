@@ -93,7 +93,7 @@ def trace_of_run(
 
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
-    num_puzzles: Approximate number of puzzles. For a search model (LDT), it is at most 40.
+    num_puzzles: Approximate number of puzzles. For a search model (LDT), about `_MOST_OF_SEARCH` at most.
     device: Device of the model, in a process that has set its threads. If None, this function sets the
     threads, and chooses a GPU if there is one.
     """
@@ -128,8 +128,9 @@ def trace_puzzles(
     arch.halt_max_steps if that is not set), even if the model would halt earlier. The puzzles are evenly
     spaced in the test sets, without augmented variants.
 
-    num_puzzles: Number of puzzles. Each test set gets an equal part, rounded up. For a search model (LDT),
-    the number is at most 40. If the answers after all steps need too much memory, the number is smaller.
+    num_puzzles: Number of puzzles. Each test set gets an equal part, rounded up. A larger number than
+    `_MOST_OF_SEARCH` counts as that number for a search model (LDT). If the answers after all steps need too
+    much memory, the number is smaller.
     batch_size: Number of puzzles that the model solves at a time.
     path: Path of the checkpoint. It is only stored in the result.
     seed: Seed of the random noise of the model.
