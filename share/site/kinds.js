@@ -6,7 +6,7 @@
 //   isClue(token): whether the answer keeps the token
 //   check(question, answer, puzzle): {ok, text, cells: wrong cells}, or null if the answer is unknown
 //   problem(question): text of an error in the question, or null
-//   optionally hasRules, paints, and draw(question, cell, token)
+//   optionally hasRules, paints, names (words for tokens), and draw(question, cell, token)
 
 export function kindOf(facts) {
   const make = facts.groups ? distinct : { maze, arc }[facts.kind] || plain;
@@ -114,6 +114,7 @@ function maze({ rows: size }) {
     name: `mazes of ${size} × ${size}`,
     hint: "Click cells to draw walls, or move start and goal.",
     tokens: [WALL, START, GOAL],
+    names: { [WALL]: "wall", [START]: "start", [GOAL]: "goal" },
     paints: true,
     blank: OPEN,
     isClue: () => false,

@@ -225,6 +225,21 @@ def test_own_symbols_are_what_can_be_put_and_what_stays_is_given(visit, address)
     assert shown.page.evaluate(look, facts) == [[2, 3, 4], 4, [True, False, False]]
 
 
+def test_only_a_maze_has_the_buttons_wall_start_and_goal(visit, page, tmp_path):
+    copy = shutil.copytree(page, tmp_path / "page")
+    facts = json.loads((copy / "run" / "page.json").read_text()) | {"groups": None}
+    for kind, symbols, words in (
+        ("maze", ["", "#", "", "S", "G", "*"], ["wall", "start", "goal"]),
+        ("coloring", ["", "", *"#RGB"], ["", "", "", ""]),
+    ):
+        colors = ["#3f9d6b" if symbol else None for symbol in symbols]
+        facts |= {"kind": kind, "symbols": symbols, "colors": colors}
+        (copy / "run" / "page.json").write_text(json.dumps(facts))
+        with _served(copy) as address:
+            buttons = _open(visit, address).page.locator("#palette button")
+            assert [text.strip() for text in buttons.all_inner_texts()] == words
+
+
 def test_slider_keys_and_steps(visit, address):
     visited = _open(visit, address, color_scheme="dark")
     shown = visited.page
