@@ -26,7 +26,7 @@ from report.__main__ import main
 from report.compare import comparison_charts
 from report.page import report_run
 from report.page_content import learning_charts, page_values
-from report.run import read_run
+from report.run import RunRecord, read_run
 from report.table import build_table, group_runs
 from report.trace import (
     accuracy_after_steps,
@@ -318,6 +318,21 @@ def test_each_test_set_has_a_chart(tmp_path):
     first, second = ((group.label, group.role) for group in groups)
     expected = {"Puzzles solved, test, easy": [first], "Puzzles solved, test, hard": [first, second]}
     assert {title: [(name, role) for name, role in legend] for title, legend in drawn.items()} == expected
+
+
+def test_a_mean_of_seeds_is_over_steps_that_all_have_logged():
+    """A run that max_steps ended and another command continued has a row more."""
+    of_seeds, runs = {0: (10, 20), 1: (10, 15, 20)}, []
+    for seed, steps in of_seeds.items():
+        rows = [{"step": step, "eval/all/exact_accuracy": step / 40 + seed / 10} for step in steps]
+        runs.append(RunRecord(Path(f"r{seed}"), {"seed": seed}, rows, [], {}, {}, None, None, []))
+    (chart,) = comparison_charts(group_runs(runs), "training steps")
+    (name,) = [name for name, _ in chart.legend]
+    means = [text for *_, text in chart.points if text.startswith(f"{name} ")]
+    assert [text.removeprefix(f"{name} ") for text in means] == [
+        "0.300 at 10 training steps",
+        "0.550 at 20 training steps",
+    ]
 
 
 def test_sums_are_those_of_a_plain_loop():
