@@ -220,7 +220,7 @@ def reliability(
 
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-values.astype(np.float64)))
+    return np.nan_to_num(1 / (1 + np.exp(-values.astype(np.float64))))  # NaN becomes 0
 
 
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
         "columns": of_answer.shape[1],
         "label": label[cells].tolist(),
         "answers": trace.preds[index][:, cells].tolist(),
-        "confidences": np.floor(100 * trace.confidence[index][:, cells]).astype(int).tolist(),
+        "confidences": np.floor(100 * np.nan_to_num(trace.confidence[index][:, cells])).astype(int).tolist(),
         "candidates": trace.candidates[index][:, cells if trace.candidates.size else []].tolist(),
         "guesses": [position.get(cell, cell) for cell in trace.guesses[index].tolist()],
     }

@@ -335,6 +335,18 @@ def test_a_mean_of_seeds_is_over_steps_that_all_have_logged():
     ]
 
 
+def test_a_model_without_finite_outputs_has_a_page():
+    traced = random_traces(n=3)
+    nan = {name: np.full_like(getattr(traced.trace, name), np.nan) for name in ("q_halt", "confidence")}
+    traced = dataclasses.replace(traced, trace=traced.trace._replace(**nan))
+    values = page_values(RunRecord(Path("run"), {}, [], [], {}, {}, None, None, []), traced)
+    assert "Calibration" in {chart.title for chart in values["thinking_charts"]}
+    shown = picture_data(traced)["puzzles"]
+    assert {number for puzzle in shown for number in (*puzzle["rated"], *sum(puzzle["confidences"], []))} == {
+        0
+    }
+
+
 def test_sums_are_those_of_a_plain_loop():
     traced = random_traces()
     n, steps, _ = traced.trace.preds.shape
