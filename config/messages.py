@@ -274,8 +274,11 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
 
     The line "lr: 1e-4 # learning rate" gives ("lr", "1e-4", "learning rate", heading). The heading is the
     last comment line before the key. If the file has a list `defaults` of other files, also yields the keys
-    of these files, except for those that the file itself sets.
+    of these files, except for those that the file itself sets. If such a key has no comment in the file, it
+    gets the comment of the other file.
     """
+    others = [entry for other in other_files(path) for entry in _entries(other)]
+    comments = {key: comment for key, _, comment, _ in others}
     sections: list[str] = []
     heading, keys = "", set()
     for line in path.read_text(encoding="utf-8").splitlines()[1:]:
@@ -287,9 +290,8 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
         sections.append(found["key"])
         if found["value"] and sections[0] not in _NOT_KEYS:
             keys.add(key := ".".join(sections))
-            yield key, found["value"], found["comment"] or "", heading
-    for other in other_files(path):
-        yield from (entry for entry in _entries(other) if entry[0] not in keys)
+            yield key, found["value"], found["comment"] or comments.get(key, ""), heading
+    yield from (entry for entry in others if entry[0] not in keys)
 
 
 def _keys_of(

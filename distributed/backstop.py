@@ -55,8 +55,8 @@ def is_stopped(process: int) -> bool:
     process: Process ID (PID).
     """
     with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return fields[0] in ("T", "t")
+        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[0] in (b"T", b"t")
     return False
 
 

@@ -75,7 +75,7 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     """Draws a chart for each metric, with one curve for each run.
 
     A test metric has a chart for each test set. Metrics that no run has logged are left out. If a group has
-    several runs, the chart also has a curve of their mean. The mean ends where the shortest run ends.
+    several runs, the chart also has a curve of their mean, at the training steps that all runs have logged.
 
     axis: Unit of the x axis: "training steps", "examples" (steps times batch size), "petaflops" (1e15
     floating-point operations since the start) or "seconds".
@@ -95,22 +95,30 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
         for group in groups:
             curves = [curve for run in group.runs if (curve := _curve(run, metric, axis))]
             if len(curves) > 1:
-                lines += [Line("", *curve, group.role, is_faint=True) for curve in curves]
-                curves = [[list(map(fmean, zip(*part, strict=False))) for part in zip(*curves, strict=True)]]
-            lines += [Line(group.label, *curve, group.role, has_dots=has_dots) for curve in curves]
+                lines += [Line("", *_columns(curve), group.role, is_faint=True) for curve in curves]
+                common = [step for step in curves[0] if all(step in curve for curve in curves)]
+                points = {step: zip(*(curve[step] for curve in curves), strict=True) for step in common}
+                curves = [{step: tuple(map(fmean, values)) for step, values in points.items()}]
+            lines += [Line(group.label, *_columns(curve), group.role, has_dots=has_dots) for curve in curves]
         drawn.append(line_chart(title, lines, x_label=axis, **options))
     return [chart for chart in drawn if chart]
 
 
-def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
+def _columns(points: dict[int, tuple[float, float]]) -> Curve:
+    return [x for x, _ in points.values()], [y for _, y in points.values()]
+
+
+def _curve(run: RunRecord, metric: str, axis: str) -> dict[int, tuple[float, float]]:
+    """Returns {training step: (x, y)}. If a value of x is unknown, returns {}."""
     steps, values = run.curve(metric)
+    along = steps
     if axis == "seconds":
         seconds = run.seconds()
-        steps = [seconds[step] for step in steps] if any(seconds.values()) else []
+        along = [seconds[step] for step in steps] if any(seconds.values()) else []
     elif axis == "examples":
         size = run.config.get("global_batch_size")
-        steps = [step * size for step in steps] if isinstance(size, int) else []
+        along = [step * size for step in steps] if isinstance(size, int) else []
     elif axis == "petaflops":
         logged = dict(zip(*run.curve("train/petaflops"), strict=True))
-        steps = [logged[step] for step in steps] if logged.keys() >= set(steps) else []
-    return (steps, values) if steps else None
+        along = [logged[step] for step in steps] if logged.keys() >= set(steps) else []
+    return dict(zip(steps, zip(along, values, strict=False), strict=False))

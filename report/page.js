@@ -100,7 +100,7 @@ function showFacts({ board, boardBefore, guess, counted, numWrong, numChanged, l
     ...(board ? searchFacts({ board, boardBefore, guess }) : [
       ["cells just changed", numChanged ?? "\u2013"],
       ["lowest confidence of a cell", fraction(leastSure)],
-      ...(content.is_search ? [] : [["probability of being right (Q head)", fraction(puzzle.rated[step - 1] / 100)]]),
+      ...(content.is_search ? [] : [["predicted probability of being right", fraction(puzzle.rated[step - 1] / 100)]]),
       ["would halt", puzzle.halts_at === null ? "never" : `after step ${puzzle.halts_at}`],
     ]),
   ];

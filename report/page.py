@@ -50,7 +50,8 @@ def write_report(
         output: File to write. If None, report.html in the run folder.
         data: Dataset folders to take the shown test puzzles from. If None, the data of the run.
         num_puzzles: Maximum number of test puzzles that the model solves, rounded up to a multiple of the
-            number of test sets. A search model (LDT) solves about 40 at most. If 0, the model does not run.
+            number of test sets. A search model (LDT) or large puzzles may use fewer. If 0, the model does not
+            run.
         traced: Test puzzles and the answers of the model to them. If given, `data` and `num_puzzles` have no
             effect.
         evaluation: Folder of the evaluation to report. If None, the newest one with default options, from

@@ -193,7 +193,7 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         "Fraction of puzzles with every cell right. Training: when the model halts, and after the first "
         "thinking step of every puzzle."
     )
-    of_q_head = "How often the Q head predicts correctly whether the answer is right."
+    of_prediction = "How often the model predicts correctly whether the answer is right."
     arch = run.config.get("arch")
     of_steps = "The model halts every puzzle."
     if isinstance(arch, dict) and arch.get("halt_exploration_prob"):
@@ -203,8 +203,13 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         ("Puzzles solved", solved, share | zero, of_solved),
         ("Cells right", curves("accuracy"), share, "Fraction of right cells in a puzzle."),
         ("Thinking steps until halting", steps, {}, of_steps),
-        ("Q head right", curves("q_halt_accuracy"), share, of_q_head),
-        ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
+        ("Q head right", curves("q_halt_accuracy"), share, of_prediction),
+        (
+            "Halting loss",
+            curves("q_halt_loss"),
+            log,
+            "Binary cross-entropy of the predicted probability that the answer is right.",
+        ),
         *((written_name(name), curves(name), {}, "") for name in run.other_metrics),
         *(
             (written_name(name), curves(name), {"share": is_share(name)}, "")
@@ -244,10 +249,10 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
             drawn.append(bar_chart("Halting steps", stacks, x_label="thinking step", caption=caption))
         if judged := reliability(traced):
             caption = (
-                "A calibrated Q head lies on the diagonal. Larger dots stand for more answers. "
+                "A calibrated model lies on the diagonal. Larger dots stand for more answers. "
                 f"Expected calibration error: {judged[1]:.3f}."
             )
-            drawn.append(reliability_chart("Calibration of the Q head", judged[0], caption=caption))
+            drawn.append(reliability_chart("Calibration", judged[0], caption=caption))
     sets = run.scaling["sets"] if run.scaling else {}
     for set_name, content in sets.items():
         by = next(iter(content["corners"][0]["ways"]))

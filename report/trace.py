@@ -93,7 +93,7 @@ def trace_of_run(
 
     folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
-    num_puzzles: Approximate number of puzzles. For a search model (LDT), it is at most 40.
+    num_puzzles: Approximate number of puzzles. For a search model (LDT), about `_MOST_OF_SEARCH` at most.
     device: Device of the model. If None, this function chooses a GPU if there is one. It then also sets the
     number of CPU threads of this process.
     """
@@ -128,8 +128,9 @@ def trace_puzzles(
     arch.halt_max_steps if that is not set), even if the model would halt earlier. The puzzles are evenly
     spaced in the test sets, without augmented variants.
 
-    num_puzzles: Number of puzzles. Each test set gets an equal part, rounded up. For a search model (LDT),
-    the number is at most 40. If the answers after all steps need too much memory, the number is smaller.
+    num_puzzles: Number of puzzles. Each test set gets an equal part, rounded up. A larger number than
+    `_MOST_OF_SEARCH` counts as that number for a search model (LDT). If the answers after all steps need too
+    much memory, the number is smaller.
     batch_size: Number of puzzles that the model solves at a time.
     path: Path of the checkpoint. It is only stored in the result.
     seed: Seed of the random noise of the model.
@@ -220,7 +221,7 @@ def reliability(
 
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-values.astype(np.float64)))
+    return np.nan_to_num(1 / (1 + np.exp(-values.astype(np.float64))))  # NaN becomes 0
 
 
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
@@ -302,7 +303,7 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
         "columns": of_answer.shape[1],
         "label": label[cells].tolist(),
         "answers": trace.preds[index][:, cells].tolist(),
-        "confidences": np.floor(100 * trace.confidence[index][:, cells]).astype(int).tolist(),
+        "confidences": np.floor(100 * np.nan_to_num(trace.confidence[index][:, cells])).astype(int).tolist(),
         "candidates": trace.candidates[index][:, cells if trace.candidates.size else []].tolist(),
         "guesses": [position.get(cell, cell) for cell in trace.guesses[index].tolist()],
     }

@@ -127,6 +127,7 @@ def test_a_wrong_key_of_a_model_is_compared_with_its_keys_and_help_shows_them(tm
     shown = capsys.readouterr().out
     assert re.search("arch.num_blocks=2 +blocks of the level\n", shown)
     assert "arch.rope_theta=10000.0 " in shown, "a key of config/arch/shared/token.yaml"
+    assert re.search("arch.hidden_size=128 +features of every vector", shown), "its comment of token.yaml"
 
 
 def test_the_options_of_an_optimizer_are_checked_by_its_class(tmp_path, monkeypatch):

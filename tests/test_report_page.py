@@ -26,7 +26,7 @@ from report.__main__ import main
 from report.compare import comparison_charts
 from report.page import report_run
 from report.page_content import learning_charts, page_values
-from report.run import read_run
+from report.run import RunRecord, read_run
 from report.table import build_table, group_runs
 from report.trace import (
     accuracy_after_steps,
@@ -100,11 +100,12 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
         "the table rounds as the key numbers do"
     )
     assert "Missing from this report" not in page
+    assert "Q head" not in page, "SE-RRM has none"
     titles = re.findall(r"<h3>([^<]*)</h3>", page)
     assert {"Loss", "Puzzles solved", "Thinking steps until halting", "Throughput", "Gradient norm"} <= set(
         titles
     )
-    assert {"Accuracy over thinking steps", "Halting steps", "Calibration of the Q head"} <= set(titles)
+    assert {"Accuracy over thinking steps", "Halting steps", "Calibration"} <= set(titles)
     pictures = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
     assert not re.search(r'(fill|stroke): (?!none|var\(--)[^;"]', pictures)
 
@@ -317,6 +318,33 @@ def test_each_test_set_has_a_chart(tmp_path):
     first, second = ((group.label, group.role) for group in groups)
     expected = {"Puzzles solved, test, easy": [first], "Puzzles solved, test, hard": [first, second]}
     assert {title: [(name, role) for name, role in legend] for title, legend in drawn.items()} == expected
+
+
+def test_a_mean_of_seeds_is_over_steps_that_all_have_logged():
+    """A run that max_steps ended and another command continued has a row more."""
+    of_seeds, runs = {0: (10, 20), 1: (10, 15, 20)}, []
+    for seed, steps in of_seeds.items():
+        rows = [{"step": step, "eval/all/exact_accuracy": step / 40 + seed / 10} for step in steps]
+        runs.append(RunRecord(Path(f"r{seed}"), {"seed": seed}, rows, [], {}, {}, None, None, []))
+    (chart,) = comparison_charts(group_runs(runs), "training steps")
+    (name,) = [name for name, _ in chart.legend]
+    means = [text for *_, text in chart.points if text.startswith(f"{name} ")]
+    assert [text.removeprefix(f"{name} ") for text in means] == [
+        "0.300 at 10 training steps",
+        "0.550 at 20 training steps",
+    ]
+
+
+def test_a_model_without_finite_outputs_has_a_page():
+    traced = random_traces(n=3)
+    nan = {name: np.full_like(getattr(traced.trace, name), np.nan) for name in ("q_halt", "confidence")}
+    traced = dataclasses.replace(traced, trace=traced.trace._replace(**nan))
+    values = page_values(RunRecord(Path("run"), {}, [], [], {}, {}, None, None, []), traced)
+    assert "Calibration" in {chart.title for chart in values["thinking_charts"]}
+    shown = picture_data(traced)["puzzles"]
+    assert {number for puzzle in shown for number in (*puzzle["rated"], *sum(puzzle["confidences"], []))} == {
+        0
+    }
 
 
 def test_sums_are_those_of_a_plain_loop():

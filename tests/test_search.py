@@ -23,6 +23,7 @@ from tests.refusals import cases, check
 from tests.tiny import tiny_config
 from tests.waiting import wait_for
 from tuning.space import compose_search, read_space
+from tuning.trial import _stop_signal
 
 _STAND_IN = '''
 """Writes what pretrain.py would: three evaluations, the better the nearer lr is to 3."""
@@ -251,6 +252,13 @@ def test_data_that_is_not_there_is_told_before_the_first_trial(run_search):
     with pytest.raises(ValueError, match=r"^data folder nowhere does not exist\. Build it"):
         run_search("lr=1,2", data_path="nowhere")
     assert not list(Path("out").glob("trial_*"))
+
+
+def test_srun_gets_a_signal_that_it_forwards():
+    for launch in ("srun -n1 python", "/usr/bin/srun python", "env X=1 Y=2 srun python"):
+        assert _stop_signal([*launch.split(), "pretrain.py"]) == signal.SIGUSR1, launch
+    for launch in ("python", "env X=srun python", "torchrun --rdzv-id srun"):
+        assert _stop_signal([*launch.split(), "pretrain.py", "run_name=srun"]) == signal.SIGTERM, launch
 
 
 @pytest.fixture

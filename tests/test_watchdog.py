@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 from distributed import log
 from distributed import watchdog as watchdog_module
 from distributed.backend import process_group
+from distributed.backstop import is_stopped
 from distributed.collectives import barrier
 from distributed.watchdog import EXIT_HANG, Watchdog
 from distributed.world import rank, rendezvous_store
@@ -379,3 +380,15 @@ def test_a_world_of_one_is_not_watched(monkeypatch):
         watchdog.step_done(1)
         with watchdog.paused():
             watchdog.step_done(2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these names of processes")
+def test_a_process_of_any_name_is_seen_to_run():
+    """Linux cuts a name after 15 bytes, even in the middle of a letter."""
+    libc, name = ctypes.CDLL(None), ctypes.create_string_buffer(16)
+    libc.prctl(16, name)  # PR_GET_NAME
+    libc.prctl(15, b"\xd0\xbf\xd0")  # PR_SET_NAME
+    try:
+        assert not is_stopped(os.getpid())
+    finally:
+        libc.prctl(15, name)

@@ -138,8 +138,9 @@ class Trial:
 
 
 def _stop_signal(command: Sequence[str]) -> signal.Signals:
-    # SIGTERM would kill srun.
-    return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
+    # SIGTERM would kill srun. Example of a command with env: env OMP_NUM_THREADS=2 srun python pretrain.py.
+    launcher = next((word for word in command if "=" not in word and Path(word).name != "env"), "")
+    return signal.SIGUSR1 if Path(launcher).name == "srun" else signal.SIGTERM
 
 
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:

@@ -6,7 +6,7 @@
 //   isClue(token): whether the answer keeps the token
 //   check(question, answer, puzzle): {ok, text, cells: wrong cells}, or null if the answer is unknown
 //   problem(question): text of an error in the question, or null
-//   optionally hasRules, paints, and draw(question, cell, token)
+//   optionally hasRules, paints, names (words for tokens), and draw(question, cell, token)
 
 export function kindOf(facts) {
   const make = facts.groups ? distinct : { maze, arc }[facts.kind] || plain;
@@ -24,9 +24,12 @@ function compare(answer, puzzle) {
   return { ok: !cells.length, text: cells.length ? `${count(cells)} wrong` : "right", cells };
 }
 
-// Default for all other puzzles: a grid of symbols, without known rules.
+// Default for all other puzzles: a grid of symbols, without known rules. If grids fill the token array, the first token
+// without a symbol, except padding, is an empty cell.
 function plain(facts) {
-  const tokens = range(0, facts.vocab_size).filter((token) => facts.symbols[token]); // without padding and end tokens
+  const all = range(0, facts.vocab_size), values = all.filter((token) => facts.symbols[token]); // without padding and end tokens
+  const empty = facts.first_of_field === null ? all.filter((token) => token && !facts.symbols[token]).slice(0, 1) : [];
+  const tokens = [...values, ...empty];
   const kept = new Set(), lost = new Set(); // a token is a clue if all answers keep it
   for (const { inputs, labels } of facts.puzzles ?? []) {
     inputs.forEach((token, cell) => labels[cell] === -1 || (token === labels[cell] ? kept : lost).add(token));
@@ -35,7 +38,7 @@ function plain(facts) {
     name: `${facts.plural} of ${facts.rows} × ${facts.columns} cells`,
     hint: "Choose a cell and its symbol, or paste a complete puzzle.",
     tokens,
-    blank: tokens.find((token) => [".", "_", " ", "0"].includes(facts.symbols[token])) ?? tokens[0] ?? 0,
+    blank: values.find((token) => [".", "_", " ", "0"].includes(facts.symbols[token])) ?? empty[0] ?? tokens[0] ?? 0,
     isClue: (token) => facts.symbols[token] && kept.has(token) && !lost.has(token),
     problem: () => null,
     check: (question, answer, puzzle) => compare(answer, puzzle),
@@ -114,6 +117,7 @@ function maze({ rows: size }) {
     name: `mazes of ${size} × ${size}`,
     hint: "Click cells to draw walls, or move start and goal.",
     tokens: [WALL, START, GOAL],
+    names: { [WALL]: "wall", [START]: "start", [GOAL]: "goal" },
     paints: true,
     blank: OPEN,
     isClue: () => false,

@@ -275,7 +275,7 @@ function renderPalette() {
   $("palette").replaceChildren(...kind.tokens.map((token) => {
     const color = facts.colors[token];
     const button = Object.assign(document.createElement("button"), { type: "button" });
-    button.textContent = color ? { "#": "wall", S: "start", G: "goal" }[facts.symbols[token]] ?? "" : facts.symbols[token] || "×";
+    button.textContent = kind.names?.[token] ?? (color ? "" : facts.symbols[token] || "×");
     button.setAttribute("aria-label", facts.symbols[token] || "empty");
     if (color) button.append(Object.assign(document.createElement("i"), { style: `background:${color}` }));
     if (kind.paints) button.setAttribute("aria-pressed", token === now.brush);

@@ -223,6 +223,24 @@ def test_own_symbols_are_what_can_be_put_and_what_stays_is_given(visit, address)
         return [kind.tokens, kind.blank, kind.tokens.map((token) => Boolean(kind.isClue(token)))];
     }"""
     assert shown.page.evaluate(look, facts) == [[2, 3, 4], 4, [True, False, False]]
+    facts |= {"kind": "queens", "vocab_size": 3, "symbols": ["", "", "Q"], "first_of_field": None}
+    facts["puzzles"] = [{"inputs": [1, 2, 1], "labels": [1, 2, 2]}]
+    assert shown.page.evaluate(look, facts) == [[2, 1], 1, [True, False]], "1 is an empty cell"
+
+
+def test_only_a_maze_has_the_buttons_wall_start_and_goal(visit, page, tmp_path):
+    copy = shutil.copytree(page, tmp_path / "page")
+    facts = json.loads((copy / "run" / "page.json").read_text()) | {"groups": None}
+    for kind, symbols, words in (
+        ("maze", ["", "#", "", "S", "G", "*"], ["wall", "start", "goal"]),
+        ("coloring", ["", "", *"#RGB"], ["", "", "", ""]),
+    ):
+        colors = ["#3f9d6b" if symbol else None for symbol in symbols]
+        facts |= {"kind": kind, "symbols": symbols, "colors": colors}
+        (copy / "run" / "page.json").write_text(json.dumps(facts))
+        with _served(copy) as address:
+            buttons = _open(visit, address).page.locator("#palette button")
+            assert [text.strip() for text in buttons.all_inner_texts()] == words
 
 
 def test_slider_keys_and_steps(visit, address):
