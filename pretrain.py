@@ -13,7 +13,7 @@ From Python, in new processes:
 sets are those of `data_path`.
 
 A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
-run_name, a launch continues from the newest checkpoint of the run.
+run_name, a launch continues from the newest checkpoint of the run (unless resume=never).
 
 Every process of a launch is one rank, and calls `main`. training/step.py contains the training step.
 """
@@ -84,20 +84,19 @@ def train(program: Program[PretrainConfig]) -> int:
     checkpoints = CheckpointManager.of_run(config, data)
     # With several ranks, the watchdog ends a run that hangs. Loading may take long, so pause the watchdog.
     with program.watchdog.paused():
-        # `is_logged`: whether metrics.jsonl has the row of the loaded step. True at step 0. If it is False
-        # and the step has a row, `run_steps` logs it first. Example: an earlier launch saved the checkpoint,
-        # and then stopped before it logged the row.
+        # `is_logged`: False if metrics.jsonl lacks the row of the loaded step. `run_steps` then logs the row
+        # first, if one is due. Example: an earlier launch saved the checkpoint, and then stopped before it
+        # logged the row. At step 0, no row is due, and `is_logged` is True.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles on which the weights are trained. If there are any, log a warning, or end the run with
-    # an error (config key `leaks`). `open_data` has compared the training puzzles of this run. Now compare
-    # all puzzles on which the weights of the last step are trained: those of this run, and those of the
-    # checkpoint that the run started from.
+    # Find test puzzles that are also trained on. If there are any, log a warning, or end the run with an
+    # error (config key `leaks`). `open_data` has compared the training puzzles of this run. Compare again,
+    # now with all puzzles that will have been trained on when the run ends: those of this run, and those of
+    # the checkpoint that the run started from.
     training_puzzles = checkpoints.trained_at(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
     # End here if this launch has no step left, because the run is finished, `max_steps` is reached, or
-    # `stop_patience` ends the run. If only the row of the last step is missing, do not end here: `run_steps`
-    # logs it, and runs no training step.
+    # `stop_patience` ends the run. But if `is_logged` is False, go on: `run_steps` logs the row first.
     if is_logged:
         # `stop_patience` ends a run only after an evaluation.
         ends_early = schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
@@ -119,7 +118,8 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    # If a rank received the signal, but torchrun did not, end torchrun too. Returns the exit status.
+    # With several machines, end torchrun on all of them, because the signal may have reached only one. (With
+    # --nnodes MIN:MAX, torchrun starts again instead.) Returns the exit status of this process.
     return end_torchrun()
 
 
@@ -137,15 +137,15 @@ def run_steps(
 
     Returns whether a signal such as Ctrl-C stopped the run.
 
-    is_logged: Whether metrics.jsonl has the row of the current step. If False, this function first logs the
-    row, if the step has one. At step 0 there is nothing to log, so pass True.
+    is_logged: Whether metrics.jsonl contains the row of the current step. If False, and a row is due at this
+    step, this function first logs the row. At step 0 there is nothing to log, so pass True.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over this rank's batches, with up to `num_answers` right answers of each puzzle.
     # - checkpoints: Saves checkpoints in the background. If the `with` block ends with an error, waits at
     #   most 60 s for the checkpoint that is being saved.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
-    #   It first ends the run with an error if a loss or gradient norm since the last check was not finite.
+    #   Before this, `paused` ends the run with an error if a loss or gradient norm was not finite.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
     #   one. `is_agreed()` becomes True after the same step on all ranks, so that they stop together.
     #   A rank ends itself if it does not stop in time (distributed/signals.py).
@@ -177,7 +177,7 @@ def run_steps(
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row: the training metrics since the previous row (summed over ranks by `reduce`), and the
+            # Log a row: the training metrics since the previous row (of all ranks, by `reduce`), and the
             # results if an evaluation is due. After a signal, skip this, so that the run ends soon. The next
             # launch then logs the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
@@ -215,9 +215,9 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. So the ranks sum
-            # their stop requests in every step (with local_steps, in every merge). If the sum is positive,
-            # `is_agreed()` becomes True on all ranks. On CUDA, it becomes True only at the next sum, so that
-            # the host does not wait for the GPU.
+            # their stop requests in every step (with local_steps, in every merge). `is_agreed()` becomes True
+            # on all ranks if the sum is positive: on a CPU immediately, on CUDA at the next sum, so that the
+            # host does not wait for the GPU.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
@@ -270,11 +270,10 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
         processes: Number of processes.
 
     Returns:
-        The run folder, the metrics of the last evaluation, and all rows of metrics.jsonl. If a signal from
-        another program stops the training steps, the run saves a checkpoint, and this function returns, too.
+        The run folder, the metrics of the last evaluation, and all rows of metrics.jsonl.
 
     Raises:
-        ValueError: If the config is wrong, or the run fails.
+        ValueError: If the config is wrong, or the run fails, or a signal ends torchrun.
     """
     # Discard what `compose_run` prints, because the new processes print it again.
     quiet = io.StringIO()

@@ -103,7 +103,10 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
 
 
 def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
-    """Converts the times of rounds to a Measurement. Each round made `repeats` calls."""
+    """Returns a torch.utils.benchmark `Measurement`. Its times are those of one call.
+
+    seconds: Duration of each round. A round consists of `repeats` calls.
+    """
     return Measurement(repeats, [*map(float, seconds)], TaskSpec(stmt="", setup=""))
 
 

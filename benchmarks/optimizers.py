@@ -65,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 class _Updates:
     """All compared implementations of the optimizer step and of averaging the weights.
 
-    All start with equal weights and gradients. The benchmark times the functions in the dict `turns`, {name
-    of the implementation: function}.
+    All implementations start with equal weights and gradients. The benchmark times the functions in the dict
+    `turns`, {name of the implementation: function that runs many updates}. The entry "traffic" only moves as
+    much memory.
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace):

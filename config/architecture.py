@@ -243,7 +243,7 @@ class InfiLoopConfig(RecursiveConfig):
     """The config of TRM with InfiLoop's gate.
 
     With the gate, each hidden state of a puzzle is a weighted mean of its initial value and of the results of
-    all calls that have updated this state. The weights of the mean are computed with learned parameters.
+    all calls of the level that have updated this state. Learned parameters decide the weights of the mean.
     """
 
     title: ClassVar[str] = "InfiLoop"

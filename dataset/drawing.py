@@ -208,8 +208,8 @@ def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -
     """Returns the appearance of a cell in an SVG.
 
     is_clue: Whether the puzzle gives the cell. doubt: How unsure the model is about the cell, from 0 (sure)
-    to 1. The doubt sets the opacity of the background. Exception: if the cell is a clue, and its token has no
-    color in `style`, the opacity is 1.
+    to 1. If `style` has a color for the token, more doubt makes it more transparent. Otherwise, more doubt
+    makes the mark behind the symbol more opaque. A clue without a color is always opaque.
     """
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))

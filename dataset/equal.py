@@ -271,6 +271,10 @@ class Trained:
         return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))
 
     def to_bytes(self) -> bytes:
+        """Returns the content of trained_on.safetensors: the arrays "hashes", "rate" and "is_complete".
+
+        If there are more than 100,000 hashes, only a sample of them is stored.
+        """
         sample = self
         while len(sample.hashes) > _MOST_HASHES:
             sample = sample.sample(sample.rate / 2)

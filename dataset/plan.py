@@ -168,8 +168,8 @@ class Stage:
         folders: Indices of the dataset folders to train on.
         epochs: Number of epochs in the stage.
         eval_interval: Number of epochs between two evaluations.
-        cycles: How often the model calls its blocks in this stage, such as {"H_cycles": 2}. Keys that are
-            missing have their values from the config.
+        cycles: Numbers of loops of each thinking step in this stage, such as {"H_cycles": 2}. A missing key
+            has its value from the config section `arch`.
     """
 
     folders: tuple[int, ...]
@@ -212,7 +212,8 @@ class TrainPlan:
             stages: Stages of the training. The last is the main stage.
             parts: Parts at the start of the main stage, one after the other, with other numbers of cycles
                 (`Stage.cycles`). A part is a tuple: its fraction of the training steps of the main stage, and
-                a `Stage` with its `cycles`. After the last part, the main stage has its own cycles.
+                a `Stage` that equals the main stage except for `cycles`. After the last part, the main stage
+                has its own cycles.
             held_out: {name of a set: bool [num_groups]}. True for groups that are not trained on.
             train_steps: Number of training steps of the main stage. If given, `epochs` and `eval_interval` of
                 the main stage are ignored.

@@ -7,7 +7,7 @@ Parameters are in reverse order of registration, because a backward pass complet
 order. Parameters without weight decay come last. The first of them starts at a multiple of 1024 elements.
 Every parameter starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
-With ZeRO-1 (arXiv 1910.02054), a group of ranks (sharding group) divides the optimizer's work. Each rank
+With ZeRO-1 (arXiv 1910.02054), a group of ranks (shard group) divides the optimizer's work. Each rank
 updates its shard of the flat tensor. An all-gather then sends the new weights to the other ranks.
 
 In mixed precision (arXiv 1710.03740), only some parameters are sharded. The forward pass reads the sharded
@@ -99,8 +99,8 @@ class FlatParameters:
     Attributes:
         parameters: {name: parameter}, in the order of the flat tensors.
         weights: Flat tensor [size]. The sharded parameters are views of it.
-        update_shards: One range of positions in the flat tensors for each rank of `shard_group`. Of the
-            group, only rank i updates the sharded parameters in range i. The last ranges may be empty.
+        update_shards: One range of positions in the flat tensors for each rank of `shard_group`. Rank i of
+            the group updates the sharded parameters in range i. The last ranges may be empty.
         shard: The range of this rank in `update_shards`.
         master_weights: In mixed precision, `ShardBuffers` of the float32 weights that this rank updates.
             Without mixed precision, `ShardBuffers` with all of `weights`.
@@ -270,7 +270,12 @@ class FlatParameters:
         }
 
     def shards(
-        self, shard_buffers: ShardBuffers, shard: slice, names: Collection[str] | None = None
+        self,
+        shard_buffers: ShardBuffers,
+        shard: slice,
+        names: Collection[str] | None = None,
+        *,
+        divided_among: Ranks | None = None,
     ) -> Tensors:
         """Splits values of this rank by parameter: {name of a parameter: full tensor or `Shard`}.
 
@@ -282,12 +287,14 @@ class FlatParameters:
         shard_buffers: Values to split, such as the state of an optimizer. It contains the values at the
         positions `shard`, and the values of all parameters that are not divided. `around(shard)` returns
         these ranges. shard: Range of positions in the flat tensor, such as the attribute `shard` of this
-        rank. names: Names of the parameters to return. If None, all.
+        rank. names: Names of the parameters to return. If None, all. divided_among: Ranks that each have a
+        part of the values. If None, `shard_group`, as for the updates.
         """
         shards: Tensors = {}
         # All ranks must agree on which tensors are sharded. A rank cannot tell from its own shard: the
         # shard may happen to cover the full tensor.
-        is_full = (self.shard_group if shard is self.shard else self.ranks).size == 1 and not self.is_part
+        num_parts = (self.shard_group if divided_among is None else divided_among).size
+        is_full = num_parts == 1 and not self.is_part
         for name in self.parameters if names is None else names:
             part, begin = self._part(name, shard), self._ranges[name].start
             shape, length = tuple(self.parameters[name].shape), part.stop - part.start
@@ -297,7 +304,7 @@ class FlatParameters:
             spans = (Span(part.start - begin, length),) if length else ()
             if cut := self.cuts.get(name):
                 spans, shape = cut.spans(slice(part.start - begin, part.stop - begin)), cut.shape
-            is_copy = shard is self.shard and self.ranks.index >= len(self.update_shards)
+            is_copy = self.ranks.index >= num_parts
             tensor = shard_buffers.at(part) if length else self.message[:0]
             shards[name] = Shard(tensor, spans, shape, is_copy=is_copy)
         return shards
@@ -418,9 +425,9 @@ class FlatParameters:
 
 
 def cut_evenly(full: slice, count: int) -> list[slice]:
-    """Divides a range into `count` ranges, whose length is a multiple of 1024.
+    """Divides a range into `count` ranges of the same length, a multiple of 1024.
 
-    The last ranges may be shorter or empty.
+    Exception: the last ranges may be shorter or empty.
     """
     length = -(-(full.stop - full.start) // (_SHARD_ALIGNMENT * count)) * _SHARD_ALIGNMENT
     ends = [min(full.start + index * length, full.stop) for index in range(count + 1)]

@@ -39,10 +39,10 @@ class Leak:
 
     Attributes:
         rows: Indices of the leaked examples in the test set, int64 [n], ascending. They include the augmented
-            variants of a leaked puzzle. Empty if 0 < `rate` < 1, because a sample finds only some of them.
-        rate: Fraction of the training examples that were compared with the test set. If it is between 0 and
-            1, the compared examples are a random sample. If it is 0, the fraction is unknown, and `rows` may
-            lack leaked examples.
+            variants of a leaked puzzle.
+        rate: Fraction of the training examples that were compared with the test set. 1: all. Between 0 and 1:
+            a random sample. `rows` is then empty, and `share` is an estimate. 0: unknown. `rows` then
+            contains the leaked examples that were found.
         num_distinct: Number of different puzzles in the test set.
         share: (estimated fraction of leaked test examples, low end of its 95 % interval, high end). None
             unless `rate` is between 0 and 1.

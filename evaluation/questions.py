@@ -77,9 +77,9 @@ class Questions:
     def text_of(self, puzzle: Any) -> str:
         """Converts a puzzle of Python values to the text that `read` reads.
 
-        If the dataset of the model was built from a user's own pairs of grids, rows are read as in the file
-        of these pairs. Raises ValueError if the puzzle is neither rows nor an ARC task, or if `read`
-        could not read its cells from a text.
+        If the dataset of the model was built from a user's own pairs of grids, the rows may have any form
+        that a file of pairs allows (`parse_grid`). Raises ValueError if the puzzle is neither rows nor an ARC
+        task, if the model does not know a symbol, or if the text would be ambiguous.
 
         puzzle: Array, list of rows (lists or texts), or ARC task as a dict.
         """

@@ -62,7 +62,7 @@ class Samples(NamedTuple):
                 tokens, otherwise int32
     q_halt      float32: the model's logit of "the answer is right"
     steps       int32: number of thinking steps up to the answer
-    has_halted  bool: whether the model wanted to halt after any thinking step
+    has_halted  bool: whether the model wanted to halt after at least one thinking step
     residuals   float32: mean change of the logits in the last 3 thinking steps
     are_valid   bool: whether the answer after the last thinking step obeys the puzzle's rules. None if there
                 are no rules

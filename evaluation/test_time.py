@@ -35,10 +35,11 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
     """Reads from the config of evaluate.py how to evaluate each puzzle.
 
-    Returns (settings of the thinking steps, numbers of steps and samples to evaluate). The second is None if
-    halt_max_steps is not a list of several numbers, and samples, select and retry_samples have their
-    defaults. Raises ValueError if the config has an option without effect on this kind of model, such as
-    noise for a model that keeps no state, or if all samples of a puzzle would be identical.
+    Returns (settings of the thinking steps, `Settings`). `Settings` contains the numbers of steps and samples
+    to evaluate, and the rules that select a sample. It is None if halt_max_steps has at most one number, and
+    samples, select and retry_samples have their defaults. Raises ValueError if the config has an option
+    without effect on this kind of model, such as noise for a model that keeps no state, or if all samples of
+    a puzzle would be identical.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -226,8 +227,8 @@ def run_settings(
     - outputs of all samples, ordered by puzzle
     - index of the selected sample of each puzzle, int64 [puzzles]. -1 means that a search has no answer
 
-    If `scores.settings.retry_samples` is set, puzzles without an answer get more samples at the end, with
-    other random numbers. Only the outputs of these samples are then yielded for such a puzzle.
+    If `scores.settings.retry_samples` is set, a puzzle that a search has not solved yields nothing at first.
+    At the end, it gets more samples with other random numbers, and only their outputs are yielded.
 
     reasoning: Settings of the thinking steps. Its max_steps is the largest number of steps to evaluate.
     num_slots: Number of slots of this rank. Each sample takes one slot.
@@ -237,6 +238,7 @@ def run_settings(
     stops the other samples of its puzzle.
     on_step: Function that is called after every step with the output and with a mask, bool [batch]. The mask
     is True once for each sample: after the first step at which the model wants to halt, or after its last.
+    It is also called, with a mask of True, for samples that are stopped before their first step.
     """
     options = {"seed": seed, "num_slots": num_slots, "vocab_size": vocab_size, "runs_all": runs_all}
     options["on_step"] = on_step

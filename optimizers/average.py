@@ -82,9 +82,9 @@ class DenseAverage(Average):
     """The moving average (EMA) of all weights except puzzle embeddings, in float32.
 
     With several ranks, each rank holds the averages of a part of the weights: a range of positions in each
-    flat tensor. The ranges have about equal length. Exception: if the forward pass reads some weights of a
-    flat tensor in bfloat16, every rank also holds the averages of all other weights of this tensor. The
-    averages are on the device of the weights.
+    flat tensor. The ranges have about equal length. Exception: in mixed precision, only the weights that the
+    forward pass reads in bfloat16 are divided. Every rank holds the averages of all weights that stay
+    float32. The averages are on the device of the weights.
 
     flats: Objects that each store the values of many weights in one tensor. rate: Factor of the old average
     in each step, close to 1. corrects_bias: If True, the initial weights have no influence on the average.
@@ -145,7 +145,7 @@ class DenseAverage(Average):
     def values(self, *, step: int = 0) -> Tensors:
         values: Tensors = {}
         for flat, shard_buffers, shard in zip(self._flats, self._averages, self._local_shards, strict=True):
-            values |= flat.shards(shard_buffers, shard)
+            values |= flat.shards(shard_buffers, shard, divided_among=flat.ranks)
         return values
 
     def tensors(self) -> Tensors:

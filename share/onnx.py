@@ -73,8 +73,8 @@ class Pass(nn.Module):
     """One forward pass of a search model (LDT), to be exported to ONNX.
 
     The input `alive` is float [batch, seq_len, values]. The last axis has an entry for each value that a cell
-    may have: 1 if the value is still possible in the cell, otherwise 0. The search itself is code of the web
-    page.
+    may have: 1 if the value is still possible in the cell, otherwise 0. The program that uses the exported
+    model makes the moves of the search (example: share/site/search.js).
     """
 
     def __init__(self, network: Network, reasoning: Reasoning):

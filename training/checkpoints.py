@@ -5,19 +5,20 @@ The order of the calls in the life of a checkpoint is:
 A save, after each step for which a checkpoint is due:
 
 1. pretrain.py: `run_steps` calls `CheckpointManager.save` (this file).
-2. training/state.py: `TrainState.sections` and `exports` return the tensors of this rank. `save` adds
-   state.json, config.yaml, and the examples on which the weights were trained (`Trained` in
-   dataset/equal.py).
-3. checkpointing/writer.py: `CheckpointWriter.start` copies the tensors to host memory. Training continues. A
-   thread on each rank writes the files of this rank into a temporary folder (`save_section` in
-   checkpointing/tensors.py). Rank 0 writes manifest.json, and renames the folder to step_<N>.
+2. On rank 0, `save` creates the contents of state.json (with the step and the metric sums of each rank), of
+   config.yaml, and of trained_on.safetensors. training/state.py: `TrainState.sections` and `exports` return
+   the tensors of this rank.
+3. checkpointing/writer.py: `CheckpointWriter.start` copies the tensors to host memory. A thread on each rank
+   writes the files of this rank into a temporary folder (`save_section` in checkpointing/tensors.py). Rank 0
+   writes manifest.json, and renames the folder to step_<N>. Training continues meanwhile, unless the config
+   has checkpoint_async=false.
 
 A resume, at the start of the next launch:
 
 4. pretrain.py: `train` calls `open_run_folder` (training/run_folder.py), which compares the config with that
    of the stored run. Then it calls `CheckpointManager.resume` (this file).
 5. checkpointing/files.py: `choose_checkpoint` chooses a checkpoint on rank 0, and compares its files with the
-   manifest.
+   manifest. Rank 0 reads state.json and trained_on.safetensors of the checkpoint.
 6. training/state.py: `TrainState.load_` overwrites the state of step 0. `load_into_`
    (checkpointing/tensors.py) reads the tensors and shards of this rank from any number of files.
 7. `resume` removes rows of later steps from metrics.jsonl (runtime/metrics_file.py), and restores the best
@@ -31,8 +32,8 @@ position in the data (dataset/plan.py). With local steps, a checkpoint is saved 
 ranks merge their weights.
 
 A checkpoint is a folder step_<N>. It contains tensors (in files for each section, such as "optimizer"),
-state.json, config.yaml, hashes of the training examples (trained_on.safetensors), and manifest.json with the
-size and hash of each file. Reading it does not unpickle or execute anything.
+state.json, config.yaml, trained_on.safetensors with hashes of the training examples, and manifest.json with
+the size and hash of each file. Reading it does not unpickle or execute anything.
 """
 
 import json
@@ -97,7 +98,8 @@ class CheckpointManager:
     """Saves the checkpoints of a run, and resumes the run from one. All ranks call the methods together.
 
     A manager is a context manager around the training steps. At the end of the block, it waits for the
-    current save, after an exception at most 60 s. A failed save only causes a warning.
+    current save, after an exception at most 60 s. A failed save causes a warning, and training continues. If
+    the last save fails, `close` sets `last_save_failed`.
 
     Args:
         run_folder: Folder that contains the checkpoints.
@@ -164,18 +166,19 @@ class CheckpointManager:
     def save(self, state: TrainState) -> None:
         """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
 
-        If the checkpoint of the current step exists, or if `save` was already called for this step, does
-        nothing. Otherwise, first waits until the previous save has ended. Returns when the tensors of this
-        rank are copied to host memory. A thread then writes the files. With checkpoint_async=false, `save`
-        returns only when this rank has written its files, and on rank 0 only when all ranks have.
+        If this run has resumed from the checkpoint of the current step, or if `save` was already called for
+        this step, does nothing. Otherwise, first waits until the previous save has ended. Returns when the
+        tensors of this rank are copied to host memory. A thread then writes the files. With
+        checkpoint_async=false, `save` returns only when this rank has written its files, and on rank 0 only
+        when all ranks have.
         """
         if state.step == self._newest_step:
             return
         self._newest_step, started = state.step, time.perf_counter()
         # On rank 0, the metric sums of each rank: [{"loss": 70.5, ..., "steps_summed": 10}, ...].
-        sums, sections = state.metrics.gather(), state.sections() | state.exports()
+        sums = state.metrics.gather()
         small_files = self._small_files(state, sums) if is_main() else {}
-        self._writer.start(state.step, sections, small_files)
+        self._writer.start(state.step, state.sections() | state.exports(), small_files)
         if not self._config.checkpoint_async:
             self._writer.wait()
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
@@ -201,6 +204,7 @@ class CheckpointManager:
             CONFIG_FILE: to_yaml(self._config.model_dump()).encode(),
         }
         if (trained := self.trained_at(state.step)) is not None:
+            # The arrays "hashes" (if there are many, only a sample), "rate" of the sample, and "is_complete".
             small_files[TRAINED_FILE] = trained.to_bytes()
         return small_files
 
@@ -242,6 +246,7 @@ class CheckpointManager:
                 with writing_errors(folder):
                     remove_unfinished_checkpoints(folder)
                 is_this_run = chosen is not None and chosen.parent == folder
+                # If `chosen` is a checkpoint, read its trained_on.safetensors.
                 self._trained_before = find_trained_before(config, chosen, is_this_run=is_this_run)
                 if chosen is not None:
                     self._check(chosen, content, is_this_run=is_this_run)

@@ -66,9 +66,9 @@ class Monitor:
             "world_size": world_size(),
             "gradient_sync": state.strategy.name,
         }
-        # A checkpoint is saved before its step is logged, so it contains the metric sums of its row. If the
-        # row is logged, the sums start again at 0. Exception: the previous launch ended here because of
-        # `max_steps`, and logged a row for this reason. This launch has no row at this step, so the sums
+        # A checkpoint is usually saved before its step is logged, so it contains the metric sums of its row.
+        # If the row is logged, the sums start again at 0. Exception: the previous launch ended here because
+        # of `max_steps`, and logged a row for this reason. This launch has no row at this step, so the sums
         # continue.
         if is_logged and data.schedule.has_row(state.step):
             state.metrics.reset()

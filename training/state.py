@@ -74,36 +74,41 @@ class TrainState:
         """Returns the tensors that a checkpoint needs to continue this run.
 
         The result is {section: {name: value}}, for example with the section "optimizer". A value is a
-        `Tensor` if each rank holds the full tensor. Otherwise it is a `Shard`: the elements on this rank, and
-        their positions in the full tensor. Values are not copied, because loading writes into them.
+        `Tensor` if each rank holds the full tensor, which rank 0 then saves. Otherwise it is a `Shard`: the
+        elements on this rank, and their positions in the full tensor. Values are not copied, because loading
+        writes into them.
         """
         carry = {
             name: shard_of_rows(tensor, self.slots, self.num_slots, self.ranks)
             for name, tensor in self.carry.tensors().items()
         }
         return {
-            # {name in the model: value} of its buffers, its puzzle embeddings, and its dense weights. Dense
-            # weights are in the dtype in which the optimizer updates them.
+            # {name in the model: value} of buffers such as "H_init", dense weights and puzzle embeddings. The
+            # state dict also contains weights, perhaps as bfloat16 copies: the later values replace them.
+            # Dense weights are in the dtype in which the optimizer updates them. They are full, unless ranks
+            # divide the blocks (mesh), or divide the updates of blocks that compute in bfloat16.
             "weights": self.model.network.state_dict()
             | self.weights.tensors()
             | self._mark_copies(self.table.tensors()),
-            # {"<moment>.<weight>": value}, such as "first_moment.lm_head.weight" with optimizer=adam_atan2.
+            # {"<moment>.<weight>": value}, divided like the updates of the weights. With adam_atan2, the
+            # moments are "first_moment" and "second_moment", and its number of steps is `self.step`.
             "optimizer": self.weights.moments(),
             # {weight: momentum of the merges} with `local_steps` and `outer_momentum`, otherwise {}.
             "outer_optimizer": self.strategy.tensors(),
-            # {"average.<weight>": EMA}. For puzzle embeddings, "table.rows" and the steps of these averages,
-            # "table.steps". {} without EMA.
+            # {"average.<weight>": EMA}, and for puzzle embeddings the averages "table.rows" and their steps
+            # "table.steps". {} without EMA. With several ranks, each has a part of the flat averages and of
+            # the rows (averages of float32 weights beside bfloat16 ones are full).
             "ema_state": self._mark_copies(self.average.tensors() | self.table.average.tensors()),
-            # {"steps", "halted", "data.inputs", ..., and states of the model such as "z_H"}: a row for each
-            # slot of the global batch.
+            # "steps", "halted", the fields of `Batch` as "data.<field>" (without "answers"), and states of
+            # the model such as "z_H", each with a row for each slot of the global batch.
             "carry": self._mark_copies(carry),
         }
 
     def exports(self) -> dict[str, Tensors]:
         """Returns weights for evaluation, to be saved in a checkpoint: {"ema_weights": {name: average}}.
 
-        A weight without an average is included unchanged. Returns {} without EMA. A run that resumes does not
-        read these weights.
+        A weight without an average is included unchanged. For puzzle embeddings, the average after this step
+        is computed. Returns {} without EMA. A run that resumes does not read these weights.
         """
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
@@ -138,8 +143,8 @@ class TrainState:
             # Each rank gets its own sums. If another number of ranks saved them, the first rank gets all.
             self.metrics.load_(content["metrics"])
             missing, sections = set(), self.sections()
-            # The carry and buffers such as `H_init` are stored in the number format of the forward pass. A
-            # run at resume=PATH may have another one. Then convert them.
+            # Latent states of the carry, and buffers such as `H_init`, are stored in the number format of the
+            # forward pass. A run at resume=PATH may have another one. Then convert them.
             casts = {*sections["carry"], *dict(self.model.network.named_buffers())}
             for name, tensors in sections.items():
                 # A run at resume=PATH may lack averages or outer momentum. The outer momentum then starts as

@@ -246,8 +246,9 @@ def make_split(
             `transforms`, it has no effect.
         transforms: Transforms that make the puzzles of each group, uint8 [n, 1 + variants, bytes]. The first
             transform of each group changes nothing. If None, there are no variants.
-        held_out: Test split. Its set "all" has one example for each puzzle, and no transforms. If an input of
-            a variant equals a test input with the same puzzle identifier, the original replaces the variant.
+        held_out: Test split to compare with. If a variant has the same input and the same puzzle identifier
+            as a test puzzle, its original replaces it. The set "all" of the test split must have one example
+            for each puzzle, and no transforms.
             Labels are not compared. If None, this is not checked. Without `transforms`, it has no effect.
         materialize: Whether the split contains the tokens of the variants instead of their transforms.
         identifiers: Puzzle identifier (row of the table of learned embeddings) of each puzzle, [n]. Variants

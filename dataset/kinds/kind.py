@@ -108,9 +108,10 @@ class Puzzle:
     """
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the index in `tokens` of each cell of the grid in an answer: int64 [rows, columns].
+        """Returns where the cells of an answer's grid are in `tokens`: int64 [rows, columns].
 
-        In ARC, and in datasets with their own symbols, the grid may be smaller than the token array.
+        Element [r, c] is the index in `tokens` of the cell in row r and column c. In ARC, and in datasets
+        with their own symbols, the grid may be smaller than the token array.
 
         tokens: Answer to the puzzle, [seq_len].
         """

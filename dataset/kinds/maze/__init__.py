@@ -32,8 +32,8 @@ def _mismatch(metadata: Metadata) -> str | None:
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
     """Checks by the rules whether answers to mazes are right. Returns {check: bool [n]}.
 
-    An answer is "valid" if it is its maze with the cells of exactly one path from start to goal marked. A
-    valid answer is "shortest" if no path is shorter.
+    An answer is "valid" if it equals the maze, except for marked open cells, and if the marked cells form
+    exactly one path from start to goal. A valid answer is "shortest" if no path is shorter.
 
     inputs, preds: Mazes and answers, tokens [n, seq_len].
     """
@@ -45,9 +45,11 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
 def to_cells(text: str) -> str:
     """Converts the text of a maze to a text of its cells, row by row.
 
-    A text of one line is returned unchanged. Otherwise, each line is a row. Open cells are appended to rows
-    that are shorter than others, because editors remove spaces at the end of a line. Then walls are added on
-    the right or below, until the maze is a square.
+    If the text has only one line with cells, this line contains all rows. Otherwise, each line is a row,
+    except for empty lines above or below a square. Editors remove spaces at the end of a line. So if the rows
+    differ in length, open cells are appended to all rows, until they have the length of the longest row, and
+    at least as many cells as there are rows. Then walls are added on the right or below, until the maze is a
+    square.
     """
     rows = text.splitlines()
     if sum(map(bool, rows)) < 2:

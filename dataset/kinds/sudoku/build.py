@@ -185,8 +185,11 @@ def _draw_transforms(
 ) -> np.ndarray:
     """Samples the transforms of each puzzle's variants: uint8 [num_groups, 1 + num_aug, bytes].
 
-    The first transform of each puzzle changes nothing. num_groups: Number of puzzles. num_examples: Number of
-    examples of each puzzle. Raises ValueError if the split would have too many examples.
+    The first transform of each puzzle changes nothing. Raises ValueError if the split would have too many
+    examples.
+
+    num_groups: Number of puzzles. num_aug: Number of variants of each puzzle. num_examples: Number of
+    examples of each puzzle. box: Numbers of rows and columns of a box.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
     lines = np.arange(box[0] * box[1])
