@@ -66,8 +66,8 @@ class _Updates:
     """All compared implementations of the optimizer step and of averaging the weights.
 
     All implementations start with equal weights and gradients. The benchmark times the functions in the dict
-    `turns`, {name of the implementation: function that runs many updates}. The entry "traffic" only moves as
-    much memory.
+    `turns`, {name of the implementation: function that runs many updates}. An implementation "... traffic"
+    only reads and writes as many bytes.
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace):
