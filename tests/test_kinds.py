@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dataset.description import read_info
 from dataset.files import open_dataset
 from dataset.kinds.kind import find_kind, read_symbols
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import BOXES
 from dataset.kinds.sudoku.texts import SYMBOLS
+from dataset.metadata import usual_metadata
 from evaluation.evaluators import Evaluators
 from runtime.writing import write_json
 from tests import sudoku_source
@@ -184,6 +186,26 @@ def test_each_kind_with_several_solutions_is_named_with_its_folder(tmp_path, cap
     for folder in folders[1:]:
         expected = f"test puzzles of {folder} have several solutions, so valid answers count as wrong"
         assert f"{expected}. Add {folder.name} to evaluators." in shown
+
+
+@pytest.mark.parametrize(
+    ("builders", "kind"),
+    [
+        (["sudoku", "sudoku"], "sudoku"),
+        ([None, None], "sudoku"),  # by their sizes
+        ([None, "sudoku"], "sudoku"),
+        (["mine", "yours"], None),
+        (["mine", "sudoku"], None),
+        (["mine", None], None),
+    ],
+)
+def test_folders_of_different_builders_have_a_kind_only_in_common(tmp_path, builders, kind):
+    folders = [tmp_path / str(number) for number in range(len(builders))]
+    for folder, name in zip(folders, builders, strict=True):
+        folder.mkdir()
+        write_json(folder / "manifest.json", {"builder": {"name": name, "arguments": {}}} if name else {})
+    info = read_info(folders, usual_metadata(vocab_size=11, seq_len=81, num_puzzle_identifiers=1))
+    assert (info.kind and info.kind.name) == kind
 
 
 _NEW_KIND = """
