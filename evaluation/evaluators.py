@@ -18,6 +18,7 @@ from distributed.collectives import Ranks, gather_objects
 from distributed.errors import collective_errors
 from distributed.world import is_main
 from evaluation.selection import Settings
+from runtime.plugins import plugin_of
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
@@ -30,8 +31,12 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
     if name not in (kinds := kind_names()):
         known = f"Choose from {', '.join(kinds)}. For a kind of yours, add plugins=[FILE]."
         raise ValueError(f"evaluators: {name!r} is not a kind of puzzle. {known}")
-    kind = find_kind(name)
-    if mismatch := kind.mismatch_of(metadata):
+    kind, builder = find_kind(name), (read_builder(folder) or {}).get("name", name)
+    mismatch = kind.mismatch_of(metadata)
+    # A 4x4 maze has the sizes of a 4x4 Sudoku. A plugin may have another evaluator for a kind of ours.
+    if builder != name and builder in kinds and plugin_of("KIND", kind) is None:
+        mismatch = f"builder is {builder}"
+    if mismatch:
         raise ValueError(
             f"{folder} is not a dataset of kind {name}: its {mismatch}. Choose the evaluator of its puzzles."
         )

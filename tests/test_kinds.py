@@ -16,6 +16,7 @@ from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import BOXES
 from dataset.kinds.sudoku.texts import SYMBOLS
 from dataset.metadata import usual_metadata
+from dataset.mixture import open_datasets
 from evaluation.evaluators import Evaluators
 from runtime.writing import write_json
 from tests import sudoku_source
@@ -23,6 +24,8 @@ from tests.maze_source import to_tokens
 from tests.ranks import REPOSITORY
 from tests.solvers import CLUES, PUZZLE
 from tests.test_show import MAZE
+
+_SIZES = {"sudoku": ("--box", "2x2"), "maze": ("--size", 4)}  # options of builders, for grids of 4x4 cells
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,18 @@ def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path
     assert not Evaluators([], several)
     shown = "".join(capsys.readouterr())
     assert "several solutions, so valid answers count as wrong. Add sudoku to evaluators." in shown
+
+
+def test_an_evaluator_is_for_the_folders_of_its_builder(tmp_path):
+    """4x4 Sudokus and 4x4 mazes have the same sizes."""
+    folders = [tmp_path / kind for kind in ("sudoku", "maze")]
+    for folder in folders:
+        sudoku_source.build_sets(folder.name, folder, "--generate", 2, "--num-test", 1, *_SIZES[folder.name])
+    data = open_datasets(folders, splits=("test",), read_everything=False)
+    found = Evaluators(["maze", "sudoku"], data)._of_folder
+    assert {folder.name: len(evaluators) for folder, evaluators in found.items()} == {"sudoku": 1, "maze": 1}
+    with pytest.raises(ValueError, match="maze is not a dataset of kind sudoku: its builder is maze. Choose"):
+        Evaluators(["sudoku"], open_dataset(folders[1], splits=("test",), read_everything=False))
 
 
 def test_each_kind_with_several_solutions_is_named_with_its_folder(tmp_path, capsys):
