@@ -55,7 +55,7 @@ from evaluation.results import (
     write_results,
     write_summary,
 )
-from evaluation.test_time import set_up
+from evaluation.test_time import check_init_noise, set_up
 from models import HaltingModel, build_model
 from models.carry import Reasoning
 from models.compilation import compile_blocks
@@ -145,6 +145,7 @@ def evaluate_checkpoint(
         options = {"raw": config.raw, "forward_dtype": forward_dtype, "rows": match and match.rows}
         model = load_trained_model(checkpoint, data.metadata, **options).to(device)
         reasoning, settings = set_up(model, config)
+        check_init_noise(model, config, seq_len=data.metadata.seq_len)
         evaluators.check(settings)
         if is_main():
             measured = _measured(checkpoint, config)
