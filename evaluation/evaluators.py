@@ -60,22 +60,25 @@ class Evaluators:
         self._data = data
         self._of_folder: dict[Path, list[Evaluator]] = {folder: [] for folder in data.folders}
         kinds: dict[str, Path] = {}  # {kind: first folder with test puzzles that have several right answers}
-        for folder in data.folders:
-            if "test" in splits_with_several_solutions(folder) and (builder := read_builder(folder)):
-                kinds.setdefault(builder["name"], folder)
+        builders = {folder: (read_builder(folder) or {}).get("name") for folder in data.folders}
+        for folder, builder in builders.items():
+            if builder is not None and "test" in splits_with_several_solutions(folder):
+                kinds.setdefault(builder, folder)
         for kind, folder in kinds.items() if names is not None and is_main() else ():
             if kind not in names:
                 text = f"test puzzles of {folder} have several solutions, so valid answers count as wrong"
                 log.info(f"{text}. Add {kind} to evaluators.")
         for name in kinds if names is None else names:
             failures = []
-            for folder, evaluators in self._of_folder.items():
+            # By default, equal sizes do not give puzzles of another builder this kind.
+            chosen = [folder for folder in builders if names is not None or builders[folder] in (None, name)]
+            for folder in chosen:
                 try:
                     metadata = load_metadata(folder, "test")  # of this folder, not of the mixture
-                    evaluators.append(build_evaluator(name, folder=folder, metadata=metadata))
+                    self._of_folder[folder].append(build_evaluator(name, folder=folder, metadata=metadata))
                 except ValueError as error:
                     failures.append(error)
-            if len(failures) == len(self._of_folder):
+            if len(failures) == len(chosen):
                 raise failures[0]
 
     def fresh_copy(self, *, only_answered: bool = False) -> "Evaluators":

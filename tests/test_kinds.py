@@ -188,6 +188,14 @@ def test_an_evaluator_is_for_the_folders_of_its_builder(tmp_path):
     assert {folder.name: len(evaluators) for folder, evaluators in found.items()} == {"sudoku": 1, "maze": 1}
     with pytest.raises(ValueError, match="maze is not a dataset of kind sudoku: its builder is maze. Choose"):
         Evaluators(["sudoku"], open_dataset(folders[1], splits=("test",), read_everything=False))
+    for folder, name in zip(folders, ("sudoku", "mine"), strict=True):
+        manifest = {
+            "builder": {"name": name, "arguments": {}},
+            "several_solutions": ["test"][name == "mine" :],
+        }
+        write_json(folder / "manifest.json", manifest)
+    for names, numbers in ((None, [1, 0]), (["sudoku"], [1, 1])):  # `mine` may make Sudokus
+        assert [*map(len, Evaluators(names, data)._of_folder.values())] == numbers
 
 
 def test_each_kind_with_several_solutions_is_named_with_its_folder(tmp_path, capsys):
