@@ -52,6 +52,9 @@ class Evaluators:
     test puzzle has several right answers.
     data: Dataset to evaluate. It may consist of several folders with different kinds of puzzles.
 
+    Attributes:
+        kinds: (index of the dataset folder, kind) of each evaluator. They depend on the manifests.
+
     Raises ValueError if no folder contains puzzles of a given kind. The error may occur on some ranks only,
     so create the object in a `with collective_errors()` block.
     """
@@ -59,16 +62,19 @@ class Evaluators:
     def __init__(self, names: Sequence[str] | None, data: Dataset):
         self._data = data
         self._of_folder: dict[Path, list[Evaluator]] = {folder: [] for folder in data.folders}
-        kinds: dict[str, Path] = {}  # {kind: first folder with test puzzles that have several right answers}
+        self.kinds: list[tuple[int, str]] = []
+        several: dict[
+            str, Path
+        ] = {}  # {kind: first folder with test puzzles that have several right answers}
         builders = {folder: (read_builder(folder) or {}).get("name") for folder in data.folders}
         for folder, builder in builders.items():
             if builder is not None and "test" in splits_with_several_solutions(folder):
-                kinds.setdefault(builder, folder)
-        for kind, folder in kinds.items() if names is not None and is_main() else ():
+                several.setdefault(builder, folder)
+        for kind, folder in several.items() if names is not None and is_main() else ():
             if kind not in names:
                 text = f"test puzzles of {folder} have several solutions, so valid answers count as wrong"
                 log.info(f"{text}. Add {kind} to evaluators.")
-        for name in kinds if names is None else names:
+        for name in several if names is None else names:
             failures = []
             # By default, equal sizes do not give puzzles of another builder this kind.
             chosen = [folder for folder in builders if names is not None or builders[folder] in (None, name)]
@@ -76,6 +82,7 @@ class Evaluators:
                 try:
                     metadata = load_metadata(folder, "test")  # of this folder, not of the mixture
                     self._of_folder[folder].append(build_evaluator(name, folder=folder, metadata=metadata))
+                    self.kinds.append((data.folders.index(folder), name))
                 except ValueError as error:
                     failures.append(error)
             if len(failures) == len(chosen):
