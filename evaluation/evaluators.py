@@ -34,7 +34,7 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
     kind, builder = find_kind(name), (read_builder(folder) or {}).get("name", name)
     mismatch = kind.mismatch_of(metadata)
     # A 4x4 maze has the sizes of a 4x4 Sudoku. A plugin may have another evaluator for a kind of ours.
-    if builder != name and builder in kinds and plugin_of("KIND", kind) is None:
+    if not mismatch and builder in kinds and builder != name and plugin_of("KIND", kind) is None:
         mismatch = f"builder is {builder}"
     if mismatch:
         raise ValueError(
