@@ -30,14 +30,14 @@ from checkpointing.loading import load_trained_model
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
 from dataset.metadata import Metadata
-from dataset.mixture import open_datasets
+from dataset.mixture import fingerprint_of, open_datasets
 from distributed import log
 from distributed.child import run_child
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, memory_errors
-from distributed.launch import Program, launch
+from distributed.launch import Program, check_same_data, launch
 from distributed.number_format import Choice, choose_evaluation_format
-from distributed.world import is_main, world_size
+from distributed.world import is_main, local_rank, world_size
 from evaluation.compilation import compiler_cache_errors, compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.known import broadcast_match, known_puzzles
@@ -55,7 +55,7 @@ from evaluation.results import (
     write_results,
     write_summary,
 )
-from evaluation.test_time import set_up
+from evaluation.test_time import check_init_noise, set_up
 from models import HaltingModel, build_model
 from models.carry import Reasoning
 from models.compilation import compile_blocks
@@ -121,10 +121,13 @@ def evaluate_checkpoint(
     number_format: Dtype in which the model computes, with the reason for it.
     """
     # Data. Only rank 0 reads every token, to check the dataset.
-    folders, leaks, trained = _folders(checkpoint, config), Leaks(config.leaks), None
+    folders, leaks, trained, compared = _folders(checkpoint, config), Leaks(config.leaks), None, ""
     with collective_errors():
         data = open_datasets(folders, splits=("test",), read_everything=is_main())
         evaluators = Evaluators(config.evaluators, data)
+        if world_size() > 1 and local_rank() == 0:
+            compared = repr((fingerprint_of(folders, ("test",)), evaluators.kinds))
+    check_same_data(compared, names=list(map(str, folders)))
     match = broadcast_match(checkpoint, data)
     with collective_errors():
         data, puzzles, of_identifiers = known_puzzles(data, match, model=str(checkpoint))
@@ -145,6 +148,7 @@ def evaluate_checkpoint(
         options = {"raw": config.raw, "forward_dtype": forward_dtype, "rows": match and match.rows}
         model = load_trained_model(checkpoint, data.metadata, **options).to(device)
         reasoning, settings = set_up(model, config)
+        check_init_noise(model, config, seq_len=data.metadata.seq_len)
         evaluators.check(settings)
         if is_main():
             measured = _measured(checkpoint, config)

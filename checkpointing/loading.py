@@ -40,7 +40,7 @@ def load_trained_model(
 
     Args:
         checkpoint: Description of the checkpoint, from `find_checkpoint`.
-        metadata: Metadata of the dataset that the model will read.
+        metadata: Metadata of the dataset, or of the single puzzle, that the model will read.
         raw: If True, load the raw weights. Otherwise load the averages (EMA) if the checkpoint has them.
         forward_dtype: Dtype of the model, "bfloat16" or "float32". If None, the dtype of the training.
         rows: For each puzzle identifier of the dataset, the row of the checkpoint's puzzle embeddings to use,
@@ -50,7 +50,7 @@ def load_trained_model(
         The model in training mode.
 
     Raises:
-        ValueError: If the weights do not match the dataset or the config, or if their file is damaged.
+        ValueError: If the weights do not match the metadata or the config, or if their file is damaged.
     """
     weights = load_weights(checkpoint, raw=raw)
     if rows is not None:
@@ -69,8 +69,8 @@ def load_trained_model(
     for field, size in sizes.items():
         if size != getattr(metadata, field):
             raise ValueError(
-                f"checkpoint {checkpoint} was trained with {field} {size}, but the dataset has "
-                f"{getattr(metadata, field)}. Use the dataset that it was trained on."
+                f"checkpoint {checkpoint} was trained with {field} {size}, but the puzzles have {field} "
+                f"{getattr(metadata, field)}. Use puzzles, or a dataset, with the sizes of the training."
             )
     with torch.device("meta"):  # only the shapes, without memory
         expected = build_model(arch, metadata).network.state_dict()

@@ -30,7 +30,7 @@ class DatasetInfo:
     Attributes:
         metadata: Properties of the dataset, such as its vocabulary size.
         builder: Name of the command of `python -m dataset.build` that created the dataset, such as "sudoku".
-            None if it is unknown, or if the dataset mixes folders from different commands.
+            None if it is unknown. "" if the dataset mixes folders with different kinds of puzzles.
     """
 
     metadata: Metadata
@@ -88,12 +88,16 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
 
     The file manifest.json of a folder names the command of `python -m dataset.build` that created it, such as
     "sudoku". If all folders name the same command, the description contains this name as `builder`.
-    Otherwise, `builder` is None.
+    Otherwise, `builder` is the kind of puzzle of all folders, or "" if it differs or is unknown.
 
     metadata: Properties of the whole dataset, such as its vocabulary size.
     """
     builders = {builder and builder["name"] for builder in map(read_builder, folders)}
-    return DatasetInfo(metadata, builders.pop() if len(builders) == 1 else None)
+    if len(builders) > 1:
+        kinds = [kind_of(metadata, builder=builder) for builder in builders]
+        names = {kind.name if kind else "" for kind in kinds}
+        builders = names if len(names) == 1 else {""}
+    return DatasetInfo(metadata, builders.pop())
 
 
 def with_candidates(data: Dataset) -> Dataset:

@@ -50,9 +50,9 @@ def find_symmetry(folder: Path, info: DatasetInfo) -> "Symmetry | None":
         return GraphSymmetry()
     if name == "pairs" and info.vocabulary is not None:
         arguments = (read_builder(folder) or {}).get("arguments", {})
-        symmetries, free = str(arguments.get("symmetries")), ()
+        symmetries, fixed, free = str(arguments.get("symmetries")), arguments.get("fixed_symbols"), ()
         if "symbols" in symmetries:
-            free = tuple(free_symbols(info.vocabulary, arguments.get("fixed_symbols")).tolist())
+            free = tuple(free_symbols(info.vocabulary, fixed and str(fixed)).tolist())
         return ImageSymmetry(name, NUM_DIHEDRAL if "dihedral" in symmetries else 1, num_symbols, free)
     return None
 

@@ -305,7 +305,8 @@ def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
 
     If the dataset of any machine differs, all ranks exit with status 1.
 
-    fingerprint: Hash of the dataset on this machine. If another rank of the machine computes the hash, "".
+    fingerprint: Text that identifies the dataset of this machine, such as its hash. If another rank of the
+    machine passes the text, "".
     names: Dataset folders, for the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))

@@ -18,6 +18,7 @@ from distributed.collectives import Ranks, gather_objects
 from distributed.errors import collective_errors
 from distributed.world import is_main
 from evaluation.selection import Settings
+from runtime.plugins import plugin_of
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
@@ -30,8 +31,12 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
     if name not in (kinds := kind_names()):
         known = f"Choose from {', '.join(kinds)}. For a kind of yours, add plugins=[FILE]."
         raise ValueError(f"evaluators: {name!r} is not a kind of puzzle. {known}")
-    kind = find_kind(name)
-    if mismatch := kind.mismatch_of(metadata):
+    kind, builder = find_kind(name), (read_builder(folder) or {}).get("name", name)
+    mismatch = kind.mismatch_of(metadata)
+    # A 4x4 maze has the sizes of a 4x4 Sudoku. A plugin may have another evaluator for a kind of ours.
+    if not mismatch and builder in kinds and builder != name and plugin_of("KIND", kind) is None:
+        mismatch = f"builder is {builder}"
+    if mismatch:
         raise ValueError(
             f"{folder} is not a dataset of kind {name}: its {mismatch}. Choose the evaluator of its puzzles."
         )
@@ -47,6 +52,9 @@ class Evaluators:
     test puzzle has several right answers.
     data: Dataset to evaluate. It may consist of several folders with different kinds of puzzles.
 
+    Attributes:
+        kinds: (index of the dataset folder, kind) of each evaluator. They depend on the manifests.
+
     Raises ValueError if no folder contains puzzles of a given kind. The error may occur on some ranks only,
     so create the object in a `with collective_errors()` block.
     """
@@ -54,23 +62,29 @@ class Evaluators:
     def __init__(self, names: Sequence[str] | None, data: Dataset):
         self._data = data
         self._of_folder: dict[Path, list[Evaluator]] = {folder: [] for folder in data.folders}
-        kinds: dict[str, Path] = {}  # {kind: first folder with test puzzles that have several right answers}
-        for folder in data.folders:
-            if "test" in splits_with_several_solutions(folder) and (builder := read_builder(folder)):
-                kinds.setdefault(builder["name"], folder)
-        for kind, folder in kinds.items() if names is not None and is_main() else ():
+        self.kinds: list[tuple[int, str]] = []
+        # {kind: first folder with test puzzles that have several right answers}
+        several: dict[str, Path] = {}
+        builders = {folder: (read_builder(folder) or {}).get("name") for folder in data.folders}
+        for folder, builder in builders.items():
+            if builder is not None and "test" in splits_with_several_solutions(folder):
+                several.setdefault(builder, folder)
+        for kind, folder in several.items() if names is not None and is_main() else ():
             if kind not in names:
                 text = f"test puzzles of {folder} have several solutions, so valid answers count as wrong"
                 log.info(f"{text}. Add {kind} to evaluators.")
-        for name in kinds if names is None else names:
+        for name in several if names is None else names:
             failures = []
-            for folder, evaluators in self._of_folder.items():
+            # By default, equal sizes do not give puzzles of another builder this kind.
+            chosen = [folder for folder in builders if names is not None or builders[folder] in (None, name)]
+            for folder in chosen:
                 try:
                     metadata = load_metadata(folder, "test")  # of this folder, not of the mixture
-                    evaluators.append(build_evaluator(name, folder=folder, metadata=metadata))
+                    self._of_folder[folder].append(build_evaluator(name, folder=folder, metadata=metadata))
+                    self.kinds.append((data.folders.index(folder), name))
                 except ValueError as error:
                     failures.append(error)
-            if len(failures) == len(self._of_folder):
+            if len(failures) == len(chosen):
                 raise failures[0]
 
     def fresh_copy(self, *, only_answered: bool = False) -> "Evaluators":

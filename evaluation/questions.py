@@ -69,7 +69,7 @@ class Questions:
             is_name = re.fullmatch(r"\S{1,255}\.[A-Za-z]\w{1,4}|\S*/\S*", text)  # looks like a file name
             missing = "there is no such file, and " if source == "puzzle" and is_name else ""
             advice = ""
-            if kind is None and (builder := self.info.builder) is not None:
+            if kind is None and (builder := self.info.builder):
                 advice = f". If a plugin defines the kind {builder[:40]!r}, add plugins=[FILE]."
             raise ValueError(f"{source}: {missing}{error}{advice}") from None
         return puzzle

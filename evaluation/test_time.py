@@ -93,6 +93,27 @@ def reasoning_of_samples(
     return reasoning
 
 
+@torch.no_grad()
+def check_init_noise(model: HaltingModel, config: EvaluateConfig | SolveConfig, *, seq_len: int) -> None:
+    """Raises ValueError if the config sets init_noise, but the network does not start with it.
+
+    The network of a plugin may have no hidden state, or a `start` that does not read init_noise.
+
+    seq_len: Number of cells (tokens) of a puzzle.
+    """
+    if not config.init_noise:
+        return
+    row = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
+    tokens = torch.zeros(1, seq_len, dtype=torch.int32, device=row.device)
+    puzzle = Batch(tokens, tokens, row.int(), row)
+    rng = SlotRng.of_evaluation(0, rows=row, samples=row, steps=row)
+    settings = (dataclasses.replace(model.reasoning, init_noise=noise) for noise in (0.0, 1.0))
+    fixed, noisy = (model.network.start(puzzle, setting, rng, row == 0) for setting in settings)
+    if all(torch.equal(fixed[name], noisy[name]) for name in fixed):
+        noise = f"init_noise={config.init_noise:g}"
+        raise ValueError(f"{noise} has no effect: this model does not start with noise. Remove it.")
+
+
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:
     return network.is_random or reasoning.is_noisy
 

@@ -282,6 +282,12 @@ def test_bad_transforms_are_refused(tmp_path):
         path.write_bytes(content)
 
 
+def test_groups_of_puzzles_have_no_transforms():
+    options = {"vocab_size": 6, "augmentation": "square", "transforms": np.zeros((3, 2, 1), np.uint8)}
+    with pytest.raises(ValueError, match="both transforms and group_sizes"):
+        splits.make_split(np.ones((3, 2, 4), np.uint8), **options, group_sizes=np.array([4, 2]))
+
+
 def test_the_row_of_a_bad_token_is_right_in_later_chunks(folder, monkeypatch):
     monkeypatch.setattr("dataset.files._CHUNK_ROWS", 2)
 

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dataset.description import read_info
 from dataset.files import open_dataset
 from dataset.kinds.kind import find_kind, read_symbols
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import BOXES
 from dataset.kinds.sudoku.texts import SYMBOLS
+from dataset.metadata import usual_metadata
+from dataset.mixture import open_datasets
 from evaluation.evaluators import Evaluators
 from runtime.writing import write_json
 from tests import sudoku_source
@@ -21,6 +24,8 @@ from tests.maze_source import to_tokens
 from tests.ranks import REPOSITORY
 from tests.solvers import CLUES, PUZZLE
 from tests.test_show import MAZE
+
+_SIZES = {"sudoku": ("--box", "2x2"), "maze": ("--size", 4)}  # options of builders, for grids of 4x4 cells
 
 
 @pytest.mark.parametrize(
@@ -173,6 +178,26 @@ def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path
     assert "several solutions, so valid answers count as wrong. Add sudoku to evaluators." in shown
 
 
+def test_an_evaluator_is_for_the_folders_of_its_builder(tmp_path):
+    """4x4 Sudokus and 4x4 mazes have the same sizes."""
+    folders = [tmp_path / kind for kind in ("sudoku", "maze")]
+    for folder in folders:
+        sudoku_source.build_sets(folder.name, folder, "--generate", 2, "--num-test", 1, *_SIZES[folder.name])
+    data = open_datasets(folders, splits=("test",), read_everything=False)
+    found = Evaluators(["maze", "sudoku"], data)._of_folder
+    assert {folder.name: len(evaluators) for folder, evaluators in found.items()} == {"sudoku": 1, "maze": 1}
+    with pytest.raises(ValueError, match="maze is not a dataset of kind sudoku: its builder is maze. Choose"):
+        Evaluators(["sudoku"], open_dataset(folders[1], splits=("test",), read_everything=False))
+    for folder, name in zip(folders, ("sudoku", "mine"), strict=True):
+        manifest = {
+            "builder": {"name": name, "arguments": {}},
+            "several_solutions": ["test"][name == "mine" :],
+        }
+        write_json(folder / "manifest.json", manifest)
+    for names, numbers in ((None, [1, 0]), (["sudoku"], [1, 1])):  # `mine` may make Sudokus
+        assert [*map(len, Evaluators(names, data)._of_folder.values())] == numbers
+
+
 def test_each_kind_with_several_solutions_is_named_with_its_folder(tmp_path, capsys):
     folders = [tmp_path / name for name in ("no_builder", "queens", "coloring")]
     for folder in folders:
@@ -184,6 +209,26 @@ def test_each_kind_with_several_solutions_is_named_with_its_folder(tmp_path, cap
     for folder in folders[1:]:
         expected = f"test puzzles of {folder} have several solutions, so valid answers count as wrong"
         assert f"{expected}. Add {folder.name} to evaluators." in shown
+
+
+@pytest.mark.parametrize(
+    ("builders", "kind"),
+    [
+        (["sudoku", "sudoku"], "sudoku"),
+        ([None, None], "sudoku"),  # by their sizes
+        ([None, "sudoku"], "sudoku"),
+        (["mine", "yours"], None),
+        (["mine", "sudoku"], None),
+        (["mine", None], None),
+    ],
+)
+def test_folders_of_different_builders_have_a_kind_only_in_common(tmp_path, builders, kind):
+    folders = [tmp_path / str(number) for number in range(len(builders))]
+    for folder, name in zip(folders, builders, strict=True):
+        folder.mkdir()
+        write_json(folder / "manifest.json", {"builder": {"name": name, "arguments": {}}} if name else {})
+    info = read_info(folders, usual_metadata(vocab_size=11, seq_len=81, num_puzzle_identifiers=1))
+    assert (info.kind and info.kind.name) == kind
 
 
 _NEW_KIND = """

@@ -3,19 +3,29 @@
 import contextlib
 import errno
 import io
+import json
 import os
 import platform
+import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from config.compose import config_with
+from config.programs import EvaluateConfig
 from config.schema import PretrainConfig
 from distributed import launch, world
 from distributed.world import local_rank, local_world_size, num_nodes, rank
+from evaluate import evaluate_checkpoint
+from runtime.writing import write_json
 from tests.ranks import run_code, run_program, run_ranks
+from tests.sudoku_source import build_sets
+from tests.tiny import tiny_config
+from training.data import open_data
 
 
 def _start(others_code: dict[int, dict[str, str]]) -> str:
@@ -236,6 +246,40 @@ def test_a_run_folder_that_one_node_cannot_read_ends_all(tmp_path):
     assert first[1].startswith(f"error: rank 0's run folder {tmp_path} is not visible on rank 1 (")
     assert (first[0], second) == ("SystemExit", ("SystemExit", ""))
     assert list(tmp_path.iterdir()) == []
+
+
+def _open_the_data(program: str, folder: Path) -> str:
+    """Opens data as two nodes, which have another folder of one name. Returns the error of rank 0."""
+    os.environ["LOCAL_RANK"] = "0"
+    os.chdir(folder / f"node{rank()}")
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.suppress(SystemExit):
+        if program == "pretrain":
+            open_data(
+                tiny_config(data_path=[str(folder / "train")], test_data_path=["data"], evaluators=None)
+            )
+        else:
+            checkpoint = SimpleNamespace(arch=SimpleNamespace(has_puzzle_embeddings=False))
+            config = config_with(EvaluateConfig, checkpoint="run", data_path=["data"], evaluators=None)
+            evaluate_checkpoint(config, checkpoint, ("float32", ""), torch.device("cpu"))
+    return stderr.getvalue()
+
+
+@pytest.mark.parametrize("program", ["pretrain", "evaluate"])
+def test_test_data_that_differs_between_nodes_ends_all(program, tmp_path):
+    """Other puzzles, or no manifest. The manifest turns an evaluator on, so a rank would wait for another."""
+    for seed, folder in enumerate(("train", "node0/data", "node1/data")):
+        words = ("--box", "2x2", "--generate", 30, "--num-test", 3, "--seed", seed)
+        build_sets("sudoku", tmp_path / folder, *words)
+    (seen, _) = run_ranks(_open_the_data, 2, program, tmp_path)
+    assert "data differs from the data on rank 1 (" in seen
+    shutil.rmtree(tmp_path / "node1" / "data")
+    shutil.copytree(tmp_path / "node0" / "data", tmp_path / "node1" / "data")
+    (seen, _) = run_ranks(_open_the_data, 2, program, tmp_path)
+    assert "differs" not in seen
+    manifest = tmp_path / "node0" / "data" / "manifest.json"
+    write_json(manifest, json.loads(manifest.read_text()) | {"several_solutions": ["test"]})
+    (seen, _) = run_ranks(_open_the_data, 2, program, tmp_path)
+    assert "data differs from the data on rank 1 (" in seen
 
 
 _KEEPS = """

@@ -73,7 +73,7 @@ def test_colorings_equal_those_of_brute_force():
     answers, counts = coloring.find_answers(inputs)
     assert (counts == 0).any()
     assert (counts > 1).any()
-    assert coloring.are_colorable(inputs).tolist() == (counts > 0).tolist()
+    assert coloring.count_answers(inputs).tolist() == counts.tolist()
     for row, found in zip(inputs, np.split(answers, counts.cumsum()[:-1]), strict=True):
         edges = [(i, j) for i, j in itertools.combinations(range(5), 2) if row[5 * i + j] == coloring.EDGE]
         right = set()
@@ -177,6 +177,14 @@ def test_a_draw_does_not_list_all_answers():
 def test_refused_options(tmp_path, words, reason):
     with pytest.raises(ValueError, match=reason):
         build_dataset(words[0], [*words[1:], "--output-dir", str(tmp_path / "data")])
+
+
+def test_too_many_answers_are_counted_and_refused_before_they_are_listed(tmp_path, monkeypatch):
+    words = ("--nodes", "3", "--generate", "2", "--num-test", "1", "--output-dir", str(tmp_path / "data"))
+    monkeypatch.setattr("dataset.kinds.coloring.build._MOST_ANSWERS", 3)
+    monkeypatch.setattr("dataset.kinds.coloring.build.write_with_answers", None)
+    with pytest.raises(ValueError, match=r"the 3 graphs have \d+ colorings, more than 3\. Lower --gen"):
+        build_dataset("coloring", words)
 
 
 # ------------------------------------------------------------------------------------------------- evaluators

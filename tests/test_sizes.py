@@ -71,13 +71,13 @@ def test_a_model_reads_what_it_can(run, arch, fields):
 )
 def test_what_it_cannot_is_refused(run, arch, field, weights_tell):
     """weights_tell: also weights as they are published, without the record of a run."""
-    expected = f"was trained with {field} {vars(FACTS)[field]}, but the dataset has {_LARGER[field]}. Use"
-    with pytest.raises(ValueError, match=f"{expected} the dataset"):
+    expected = f"was trained with {field} {vars(FACTS)[field]}, but the puzzles have {field} {_LARGER[field]}"
+    with pytest.raises(ValueError, match=f"{expected}. Use puzzles, or a dataset,"):
         _load(run, arch, field)
     for name in ("state.json", "manifest.json") if weights_tell else ():
         (run / "step_1" / name).unlink()
     if weights_tell:
-        with pytest.raises(ValueError, match=expected.partition(" the dataset has")[0]):
+        with pytest.raises(ValueError, match=expected.partition(" the puzzles have")[0]):
             load_trained_model(find_checkpoint(run / "step_1"), _metadata(field))
 
 

@@ -236,7 +236,7 @@ def test_a_model_of_any_size_solves_larger_puzzles_with_a_warning(folder, sudoku
 def test_a_puzzle_with_other_symbols_is_refused_without_a_warning(folder, sudoku_folder, capsys):
     arch = {"name": "trm", "conv": "instead", "puzzle_emb_ndim": 0, "pos_encodings": "none"}
     model = load(save_run(folder / "symbols", sudoku_folder, **arch), device="cpu")
-    with pytest.raises(ValueError, match="was trained with vocab_size 6, but the dataset has 8"):
+    with pytest.raises(ValueError, match="was trained with vocab_size 6, but the puzzles have vocab_size 8"):
         model.solve("." * 35 + "6")
     assert capsys.readouterr().err == ""
 

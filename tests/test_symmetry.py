@@ -252,6 +252,10 @@ def test_pairs_have_the_symmetries_of_their_command(tmp_path):
     ):
         pairs_source.build(tmp_path / str(number), source, *words)
         assert _leaked(tmp_path / str(number)) == [(4, 0, expected, expected)]
+    # A manifest of a stranger.
+    manifest = tmp_path / "1" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"fixed_symbols": "#"', '"fixed_symbols": 5'))
+    assert "--fixed-symbols '5': '5' is in no pair" in refusal(main, "leaks", tmp_path / "1")
     # In a field of another size, the same grid has other tokens.
     taller = pairs_source.write_json(tmp_path / "t.jsonl", [*lines, *grids("a/a/a/a", split="test")])
     pairs_source.build(tmp_path / "taller", taller)

@@ -16,14 +16,14 @@ from dataset.loader import Batch, read_rows
 from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import ORACLE, Samples, Settings, select
-from evaluation.test_time import set_up
+from evaluation.test_time import check_init_noise, set_up
 from models import HaltingModel
-from models.carry import Reasoning
+from models.carry import Reasoning, State
 from models.random import SlotRng
 from tests.float64 import float64
 from tests.ranks import run_ranks
 from tests.sudoku_source import source_rows, write_csv
-from tests.tiny import halting_model, tiny_model
+from tests.tiny import FACTS, halting_model, tiny_model
 
 _STEPS, _SAMPLES, _SEED, _COUNT = (2, 3, 6), (1, 2, 3), 5, 34
 _SELECTS = ("vote", "q_head", "q_head_any_step", "first_to_halt", "residual", "rules")
@@ -294,3 +294,18 @@ def test_what_means_nothing_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             _config(**changes)
+
+
+@pytest.mark.parametrize("name", ["trm", "fprm", "flow"])
+def test_init_noise_is_refused_if_the_network_does_not_start_with_it(name, monkeypatch):
+    """The network of a plugin may have a `start` of its own."""
+    model = tiny_model(name)
+    check_init_noise(model, _config(init_noise=0.5), seq_len=FACTS.seq_len)
+    check_init_noise(model, _config(), seq_len=FACTS.seq_len)
+
+    def start(data: Batch, *_: object) -> State:
+        return model.network.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
+
+    monkeypatch.setattr(model.network, "start", start)
+    with pytest.raises(ValueError, match=r"^init_noise=0\.5 has no effect: this model does not start with"):
+        check_init_noise(model, _config(init_noise=0.5), seq_len=FACTS.seq_len)

@@ -124,7 +124,7 @@ def open_data(config: PretrainConfig) -> RunData:
 
     Rank 0 checks every token. If the machines of the run have different data, all ranks end with a message.
     """
-    fingerprint = test_fingerprint = ""
+    fingerprint = test_fingerprint = compared = ""
     trained, leaks, held_out = {}, Leaks(config.leaks), None
     with collective_errors():
         folders = [Path(path) for path in config.data_paths]
@@ -147,12 +147,16 @@ def open_data(config: PretrainConfig) -> RunData:
         if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
             test_fingerprint = fingerprint_of(dataset.folders, ("test",))
+            # The metadata and the evaluators depend on the manifests, but a fingerprint does not.
+            others = [fingerprint_of(opened.folders, ("test",)) for opened in tests.values()]
+            kinds = [each.kinds for each in evaluators]
+            compared = repr((fingerprint, others, dataset.metadata, kinds))
         if _read_manifests(manifests) != manifests:
             names = ", ".join(map(str, manifests))
             raise ValueError(
                 f"dataset was rebuilt while it was being opened: {names}. Run the command again."
             )
-    check_same_data(fingerprint, names=config.data_paths)
+    check_same_data(compared, names=[*config.data_paths, *(config.test_data_path or [])])
     leaks.broadcast_find(Trained.of([*trained.values()]), model="this run")
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}

@@ -255,10 +255,14 @@ def make_split(
             have the identifier of their original. If None, all identifiers are 0.
         num_identifiers: Number of puzzle identifiers in the dataset.
         group_sizes: Number of puzzles in each group, [groups]. Their sum is n. Example: with [2, 3], the
-            first two puzzles are a group. Do not pass it together with `transforms`. This is not checked. If
-            None, each puzzle is a group, together with its variants.
+            first two puzzles are a group. If None, each puzzle is a group, together with its variants.
         **others: Other fields of `Metadata`, such as `num_columns`.
+
+    Raises:
+        ValueError: Both `transforms` and `group_sizes` are given.
     """
+    if transforms is not None and group_sizes is not None:
+        raise ValueError("make_split has both transforms and group_sizes. Pass only one of them.")
     pairs = pairs.reshape(len(pairs), -1, *pairs.shape[-2:])
     num_groups, num_examples, _, num_cells = pairs.shape
     group_size = 1 if transforms is None else transforms.shape[1]

@@ -96,10 +96,10 @@ def find_answers(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return answers, counts
 
 
-def are_colorable(inputs: np.ndarray) -> np.ndarray:
-    """Returns whether each graph has a 3-coloring: bool [n]. Faster than counting with `find_answers`."""
+def count_answers(inputs: np.ndarray) -> np.ndarray:
+    """Returns the number of 3-colorings of each graph: int64 [n]. Needs less memory than `find_answers`."""
     same_color = _same_color(all_colorings(math.isqrt(inputs.shape[1])))
-    return (_edges(inputs).astype(np.float32) @ same_color.T.astype(np.float32) == 0).any(axis=1)
+    return (_edges(inputs).astype(np.float32) @ same_color.T.astype(np.float32) == 0).sum(axis=1)
 
 
 RULES = AnswerRules(

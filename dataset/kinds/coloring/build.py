@@ -17,12 +17,13 @@ from dataset.build import sources
 from dataset.build.answers import split_classes, write_with_answers
 from dataset.build.generation import draw_distinct
 from dataset.build.splits import GENERATE
-from dataset.kinds.coloring import RULES, SIZES, VOCAB_SIZE, are_colorable, make_inputs
+from dataset.kinds.coloring import RULES, SIZES, VOCAB_SIZE, count_answers, make_inputs
 from dataset.randomness import random_bits
 from dataset.symmetry import GraphSymmetry
 from runtime.command_line import integer
 
 _GRAPHS_OF_A_DRAW = 256
+_MOST_ANSWERS = 10_000_000  # of all graphs. With 10 nodes, this is a dataset of 2 GB, built in 5 GB of memory
 _MAX_DRAWS = 400  # draws in a row without a new graph before giving up: a few seconds
 
 
@@ -60,8 +61,12 @@ def build(options: argparse.Namespace) -> None:
         "Lower --generate, or change --edge-probability.",
     )
     train, test = train[:, 0], test[:, 0]
+    graphs = np.concatenate([test, train])
+    chunks = (graphs[row : row + _GRAPHS_OF_A_DRAW] for row in range(0, len(graphs), _GRAPHS_OF_A_DRAW))
+    if (num := sum(int(count_answers(chunk).sum()) for chunk in chunks)) > _MOST_ANSWERS:
+        many = f"the {len(graphs)} graphs have {num} colorings, more than {_MOST_ANSWERS}"
+        raise ValueError(f"{many}. Lower --generate or --nodes, or raise --edge-probability.")
     if options.split == "orbits":
-        graphs = np.concatenate([test, train])
         hashes = GraphSymmetry().hash_rows(graphs)
         _, firsts, numbers = np.unique(hashes, return_index=True, return_inverse=True)
         # A class has the number of its first graph, so that the split does not depend on the hash function.
@@ -74,4 +79,4 @@ def _draw(split: str, index: int, *, seed: int, num_nodes: int, edge_probability
     bits = random_bits(seed, stream=GENERATE[split], index=index, count=_GRAPHS_OF_A_DRAW * num_pairs)
     uniform = (bits >> np.uint64(11)) * 2.0**-53
     inputs = make_inputs(uniform.reshape(-1, num_pairs) < edge_probability, num_nodes)
-    return inputs[are_colorable(inputs)][:, None]
+    return inputs[count_answers(inputs) > 0][:, None]
