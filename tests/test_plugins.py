@@ -11,6 +11,7 @@ import torch
 from checkpointing.finding import find_checkpoint
 from config.architecture import architectures
 from config.compose import compose_config, compose_overrides
+from config.programs import EvaluateConfig, SolveConfig
 from config.schema import PretrainConfig
 from dataset.build import build_dataset
 from dataset.kinds.kind import find_kind, kind_names
@@ -127,6 +128,14 @@ def test_a_wrong_key_of_a_model_is_compared_with_its_keys_and_help_shows_them(tm
     shown = capsys.readouterr().out
     assert re.search("arch.num_blocks=2 +blocks of the level\n", shown)
     assert "arch.rope_theta=10000.0 " in shown, "a key of config/arch/shared/token.yaml"
+
+
+def test_one_plugin_needs_no_brackets(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_plugins(tmp_path).parent)
+    config = compose_overrides(PretrainConfig, ["plugins=mine/lion.py", "optimizer=lion"])
+    assert (config.plugins, config.optimizer) == (["mine/lion.py"], "lion")
+    assert compose_overrides(SolveConfig, ["plugins=mine/lion.py", "checkpoint=x", "puzzle=1"]).plugins
+    assert compose_overrides(EvaluateConfig, ["plugins=[]", "checkpoint=x"]).plugins == []
 
 
 def test_the_options_of_an_optimizer_are_checked_by_its_class(tmp_path, monkeypatch):
