@@ -343,6 +343,12 @@ class PretrainConfig(MachineConfig):
     def data_paths(self) -> list[str]:
         return all_data_paths(self.data_path, self.curriculum)
 
+    @property
+    def folder_key(self) -> str:
+        """Returns the key that chooses the run folder: "run_name", or "checkpoint_path" if it was set."""
+        usual = Path("checkpoints", str(self.project_name), str(self.run_name))
+        return "run_name" if Path(self.checkpoint_path) == usual else "checkpoint_path"
+
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:
     """Returns the config keys that may have another value when a run is resumed, such as "device"."""

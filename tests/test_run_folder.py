@@ -60,7 +60,7 @@ def test_a_second_owner_is_refused_until_the_first_is_dead(run):
     """Even if a forked child of it lives on. Only an owner removes unfinished files."""
     owner, unfinished = _Owner(run), run / ".metrics.jsonl.abcd.unfinished"
     unfinished.touch()
-    with pytest.raises(ValueError, match=f"in use by process {owner.process.pid} on .*run_name"):
+    with pytest.raises(ValueError, match=f"in use by process {owner.process.pid} on .*checkpoint_path"):
         _open(run)
     assert unfinished.exists()
     owner.kill()
@@ -100,7 +100,9 @@ def test_only_what_may_change_may_change(run):
     _open(run)
     (run / "config.yaml").write_text(to_yaml(tiny_config(checkpoint_path=str(run)).model_dump()))
     _open(run, checkpoint_interval=7, keep_best="eval/all/accuracy", resume="must", max_steps=3)
-    with pytest.raises(ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.. .*run_name"):
+    with pytest.raises(
+        ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.. .*checkpoint_path"
+    ):
         _open(run, lr=0.5, epochs=6)
 
 

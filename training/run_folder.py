@@ -66,13 +66,13 @@ def claim_run_folder(config: PretrainConfig) -> None:
     folder = Path(config.checkpoint_path)
     with writing_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock_folder(folder, other="run_name")
+        lock_folder(folder, other=config.folder_key)
         stored = read_stored_config(folder)
         if stored is not None and (changes := describe_changes(stored.values, config)):
             where = f"{stored.folder} contains a run with another config"
             newest = None if re.search(r"(^|, )arch\.", changes) else newest_checkpoint(folder)
             hint = f"To start it with the weights of this run, also add init_from={newest}." if newest else ""
-            raise ValueError(f"{where} ({changes}). Choose another run_name. {hint}".strip())
+            raise ValueError(f"{where} ({changes}). Choose another {config.folder_key}. {hint}".strip())
         with tempfile.TemporaryFile(dir=folder):
             pass
         if stored is None:
@@ -82,11 +82,10 @@ def claim_run_folder(config: PretrainConfig) -> None:
 
 def _name_runs_of_other_projects(config: PretrainConfig) -> None:
     # Example: the data folder was renamed. The default project name contains its name.
-    project, name = config.project_name, config.run_name
-    root = Path("checkpoints")
-    if project is None or name is None or Path(config.checkpoint_path) != root / project / name:
+    if config.folder_key != "run_name":
         return
-    others = sorted(path / name for path in root.iterdir() if path.name != project)
+    folder = Path(config.checkpoint_path)
+    others = sorted(path / folder.name for path in folder.parents[1].iterdir() if path != folder.parent)
     for other in others:
         if (other / CONFIG_FILE).is_file():
             log.info(f"{other} has the same run_name. To continue it, add checkpoint_path={other}.")
