@@ -35,7 +35,7 @@ from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files
 from runtime.reading import read_json, read_text, sha256_of
 from runtime.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
-from training.code import code_diff, git_commit
+from training.code import CHANGES, code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
 
 STATUS_FILE = "status"
@@ -188,8 +188,8 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
 def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:
     """Adds a line to starts.jsonl of a run folder: command, code and hardware of this process.
 
-    If the code has uncommitted changes, writes their diff to a separate file. If a file cannot be written,
-    only warns.
+    If the code has uncommitted changes, writes their diff to a separate file. If the run resumes with other
+    code than its previous launch had, warns. If a file cannot be written, only warns.
 
     step: Number of training steps done before this start.
     described: More entries of the line, which is a JSON object.
@@ -211,8 +211,25 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
         start["changes"] = f"changes_{hashlib.sha256(diff.encode()).hexdigest()[:12]}.diff"
         with disk_errors_warn(folder / start["changes"]) as path:
             write_text(path, diff)
+    if step and (changed := _changed_code(folder, start)):
+        what = f"other code than in the previous launch of this run: {', '.join(changed)}"
+        log.warning(f"{what}. Training continues with the current code.")
     with disk_errors_warn(folder / STARTS_FILE) as path, open_to_append(path) as file:
         file.write(f"{json.dumps(start)}\n".encode())
+
+
+def _changed_code(folder: Path, start: dict[str, Any]) -> list[str]:
+    # Returns what differs from the code of the previous launch, such as "git commit" or a file of a plugin.
+    try:
+        *_, (before, _) = read_rows(folder, STARTS_FILE)
+    except (ValueError, OSError):  # the file is damaged, or has no line
+        return []
+    changed, (old, new) = [], (each.get("git_commit") for each in (before, start))
+    if old and new:  # git may be missing, or too slow
+        changed += ["git commit"] if str(old).removesuffix(CHANGES) != new.removesuffix(CHANGES) else []
+        changed += ["uncommitted changes"] if before.get("changes") != start.get("changes") else []
+    hashes = before["plugins"] if isinstance(before.get("plugins"), dict) else {}
+    return changed + [name for name, now in start.get("plugins", {}).items() if hashes.get(name, now) != now]
 
 
 def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:
