@@ -40,7 +40,7 @@ from training.checkpoints import CheckpointManager
 from training.data import RunData, open_data
 from training.evaluation import evaluate, read_results
 from training.monitor import Monitor
-from training.run_config import compose_run
+from training.run_config import compose_run, words_to_resume
 from training.run_folder import open_run_folder, write_status
 from training.state import TrainState, build_first_state, memory_advice
 from training.step import train_step
@@ -117,7 +117,7 @@ def train(program: Program[PretrainConfig]) -> int:
     if not is_stopped:
         log.info(f"done: {reached}")
         return 0
-    log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
+    log.info(f"stopped: {reached}. To continue, run the same command with {words_to_resume(config)}.")
     # With several machines, end torchrun on all of them, because the signal may have reached only one. (With
     # --nnodes MIN:MAX, torchrun starts again instead.) Returns the exit status of this process.
     return end_torchrun()

@@ -135,23 +135,24 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
         if checkpoints:
             raise ValueError(
                 f"resume=never, but {run_folder} already contains {checkpoints[-1].name}. Choose another "
-                "run_name, or set resume=auto."
+                f"{config.folder_key}, or set resume=auto."
             )
         return None
-    newest = newest_intact(checkpoints, renames_damaged=True)
+    advice = f"Delete the damaged ones to start from step 0, or choose another {config.folder_key}."
+    newest = newest_intact(checkpoints, renames_damaged=True, advice=advice)
     if config.resume == "must" and newest is None:
         raise ValueError(f"resume=must, but {run_folder} has no checkpoint. Set resume=auto for a new run.")
     if config.resume in ("auto", "must"):
         return newest
-    return _choose_from(follow_step_link(Path(config.resume)), run_folder, newest)
+    return _choose_from(follow_step_link(Path(config.resume)), run_folder, newest, key=config.folder_key)
 
 
-def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
+def _choose_from(path: Path, run_folder: Path, newest: Path | None, *, key: str) -> Path:
     if newest is not None:
         if path.resolve().parent == run_folder.resolve() and path.resolve() != newest.resolve():
             raise ValueError(
                 f"resume={path} is not the newest checkpoint of this run ({newest.name}). Choose another "
-                "run_name to start a new run from it."
+                f"{key} to start a new run from it."
             )
         log.info(f"resume={path} has no effect, because {run_folder} already has checkpoints")
         return newest
@@ -170,13 +171,13 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
             f"resume={path} was renamed, because its files did not match the manifest. If the files are "
             f"complete again, rename it to {original[1]}."
         )
-    found = newest_intact(checkpoints_in(path), renames_damaged=False)
+    found = newest_intact(checkpoints_in(path), renames_damaged=False, advice="Choose another folder.")
     if found is None:
         raise ValueError(f"resume={path} contains no checkpoint step_<N>. Choose another folder.")
     return found
 
 
-def newest_intact(folders: list[Path], *, renames_damaged: bool) -> Path | None:
+def newest_intact(folders: list[Path], *, renames_damaged: bool, advice: str) -> Path | None:
     """Verifies checkpoints, and returns the newest one that is not damaged. None if `folders` is empty.
 
     Warns of each damaged checkpoint that is newer than the returned one. Raises ValueError if all are
@@ -185,6 +186,7 @@ def newest_intact(folders: list[Path], *, renames_damaged: bool) -> Path | None:
     folders: Checkpoint folders of one run, newest last.
     renames_damaged: Whether to rename the newer damaged checkpoints to <name>.corrupt. Pass True only if the
         current run wrote them.
+    advice: Last sentences of the message if all are damaged.
     """
     damaged = []
     for folder in reversed(folders):
@@ -198,10 +200,7 @@ def newest_intact(folders: list[Path], *, renames_damaged: bool) -> Path | None:
             log.warning(f"{error}.{renamed} Using {folder.name} instead.")
         return folder
     if damaged:
-        raise ValueError(
-            f"{damaged[0][1]}. No checkpoint in {damaged[0][0].parent} is intact. Delete the damaged ones to "
-            "start from step 0, or choose another run_name."
-        )
+        raise ValueError(f"{damaged[0][1]}. No checkpoint in {damaged[0][0].parent} is intact. {advice}")
     return None
 
 

@@ -26,7 +26,7 @@ from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.published import KEYS, OVERRIDES
 from config.schema import Config, validate_config
 from config.texts import check_encoding, expand_home, quote_value, quoted, text_keys
-from runtime.plugins import choose_words, load_plugins
+from runtime.plugins import choose_words, load_plugins, paths_in
 from runtime.writing import Patient
 
 # What to do instead of setting a key of Hydra, by the prefix of the key.
@@ -255,8 +255,7 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
 
 
 def _load_plugins_of(values: dict[str, Any]) -> None:
-    if isinstance(paths := values.get("plugins"), list):
-        load_plugins([str(path) for path in expand_home("plugins", paths)])
+    load_plugins(expand_home("plugins", paths_in(values)))
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:

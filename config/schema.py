@@ -29,14 +29,14 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Threads = Annotated[int, Field(gt=0, le=4096)]
-# One value, or a list of them.
-Several = Annotated[
+# A list. One value is also accepted, as a list of one.
+_List = Annotated[
     list[Value],
-    Field(min_length=1),
     BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value]),
 ]
+Several = Annotated[_List[Value], Field(min_length=1)]
 Paths = Several[Text]
-Plugins = MayChange[list[Text]]  # Python files that `runtime.plugins` imports
+Plugins = MayChange[_List[Text]]  # Python files that `runtime.plugins` imports
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]  # name of a folder
 
 # Required values if gradients are not summed over ranks (local_steps > 1), or if no dense weight is trained
@@ -342,6 +342,12 @@ class PretrainConfig(MachineConfig):
     @property
     def data_paths(self) -> list[str]:
         return all_data_paths(self.data_path, self.curriculum)
+
+    @property
+    def folder_key(self) -> str:
+        """Returns the key that chooses the run folder: "run_name", or "checkpoint_path" if it was set."""
+        usual = Path("checkpoints", str(self.project_name), str(self.run_name))
+        return "run_name" if Path(self.checkpoint_path) == usual else "checkpoint_path"
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:

@@ -139,8 +139,8 @@ class Questions:
         Sudokus, returns the puzzle identifier that stands for no puzzle.
 
         Raises ValueError if the row cannot be found, or if the config key `task` is not the name of a puzzle.
-        With `adapt=true`, also raises ValueError if the puzzle has no demonstrations, or if the model has no
-        puzzle embeddings.
+        Also raises ValueError if the model has no puzzle embeddings, and the config has a `task` or
+        `adapt=true`. With `adapt=true`, the puzzle needs demonstrations, and the config has no `task`.
         """
         number = self._find_number(puzzle, config)
         if not number or not all((path / "test" / "dataset.json").is_file() for path in self._folders):
@@ -166,10 +166,16 @@ class Questions:
         blank = self.info.metadata.blank_identifier_id
         if config.adapt and not puzzle.has_own_rule:
             raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks. Remove it.")
+        if config.adapt and config.task is not None:
+            raise ValueError(f"adapt=true has no effect with task={config.task}. Remove one of them.")
         if not self._checkpoint.arch.has_puzzle_embeddings:
             if config.adapt:
                 raise ValueError(
                     f"adapt=true: {self._checkpoint} has no puzzle embeddings to train. Remove it."
+                )
+            if config.task is not None:
+                raise ValueError(
+                    f"task={config.task}: {self._checkpoint} has no puzzle embeddings. Remove it."
                 )
             return blank
         where = ", ".join(map(str, self._folders))

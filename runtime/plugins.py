@@ -108,6 +108,11 @@ def plugin_of(part: str, value: Any) -> ModuleType | None:
     return next((module for module in _loaded.values() if vars(module).get(part) is value), None)
 
 
+def plugin_names(modules: Sequence[ModuleType | None]) -> list[str]:
+    """Returns the names of the files or folders of these plugins, such as ["gru.py"]. Skips None."""
+    return [path.name for path, module in _loaded.items() if module in modules]
+
+
 def plugin_files() -> Iterator[tuple[str, Path]]:
     """Yields (name, path) of every Python file of the imported plugins.
 

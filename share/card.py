@@ -12,6 +12,7 @@ from checkpointing.finding import Checkpoint
 from config.files import changed_words, load_arch_defaults, load_defaults, word
 from dataset.build import builders
 from dataset.files import read_builder
+from dataset.kinds.kind import Kind
 from evaluation.metric_tables import (
     is_number,
     is_share,
@@ -25,6 +26,7 @@ from evaluation.questions import find_info
 from evaluation.results import EVALUATION_FILE
 from runtime.hub import Address, is_address, parse_address
 from runtime.metrics_file import read_rows
+from runtime.plugins import defined, plugin_names, plugin_of
 from runtime.reading import read_json
 from training.code import git
 
@@ -42,6 +44,7 @@ def model_card(
     state: Mapping[str, Any],
     data_names: Sequence[str],
     plugins: Sequence[str],
+    training_plugins: Sequence[str],
     **values: Any,
 ) -> str:
     """Returns the model card of a trained model as text, for the Hugging Face Hub.
@@ -50,7 +53,8 @@ def model_card(
     shared: Content of the config.json that is shared with the weights.
     state: Content of the checkpoint's state.json.
     data_names: Paths of the dataset folders in the commands that the card shows.
-    plugins: Paths of the run's plugins in these commands.
+    plugins: Files of the plugins that the model needs, from `plugins_of`.
+    training_plugins: Files of all plugins of the run.
     values: More variables for the template card.md.jinja.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -60,10 +64,9 @@ def model_card(
     data_name = " and ".join(_plain(Path(path).name) for path in data_paths)
     title = f"{checkpoint.arch.title or arch.upper()} on {data_name}"
     name, paper = checkpoint.arch.paper or (arch, None)
-    kind = _find_kind(checkpoint)
+    kind = (found := _find_kind(checkpoint)) and found.name
     folders = zip(checkpoint.find_data(), data_names, strict=True)
-    commands = [_build_command(folder, name=name, plugins=plugins) for folder, name in folders]
-    of_plugins = [shlex.quote(word("plugins", list(plugins)))] if plugins else []
+    commands = [_build_command(folder, name=name) for folder, name in folders]
     source = run.get("init_from") or ""
     versions = state["versions"] if isinstance(state.get("versions"), dict) else {}
     data = ModelCardData(
@@ -94,9 +97,10 @@ def model_card(
         num_processes=_plain(state.get("world_size")),
         data_commands=[command for command in commands if command],
         data_path=shlex.quote(word("data_path", data_paths if len(data_paths) > 1 else data_paths[0])),
-        command=_train_command(run, of_plugins),
-        plugin="".join(f" {argument}" for argument in of_plugins),
-        plugins=", ".join(f"`{_plain(path)}`" for path in plugins),
+        command=_train_command(run, training_plugins),
+        plugin=" " + shlex.quote(word("plugins", list(plugins))) if plugins else "",
+        plugins=_listed(plugins),
+        training_plugins=_listed(training_plugins),
         **shared,
         **values,
     )
@@ -152,20 +156,29 @@ def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list
     ]
 
 
-def _find_kind(checkpoint: Checkpoint) -> str | None:
+def plugins_of(checkpoint: Checkpoint) -> list[str]:
+    """Returns the files of the imported plugins that define the model or its kind of puzzle."""
+    kind = _find_kind(checkpoint)
+    return plugin_names([plugin_of("Config", type(checkpoint.arch)), kind and plugin_of("KIND", kind)])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{_plain(name)}`" for name in names)
+
+
+def _find_kind(checkpoint: Checkpoint) -> Kind | None:
     try:
-        kind = find_info(checkpoint, None).kind
+        return find_info(checkpoint, None).kind
     except ValueError:
         return None
-    return kind and kind.name
 
 
-def _build_command(folder: Path, *, name: str, plugins: Sequence[str] = ()) -> str | None:
+def _build_command(folder: Path, *, name: str) -> str | None:
     """Returns the shell command that built a dataset, or None if it is unknown or not safe to show.
 
     Example: "python -m dataset.build sudoku --output-dir data/demo --generate 4000".
 
-    name: Value of --output-dir in the command. plugins: Paths for --plugin, if a plugin has the builder.
+    name: Value of --output-dir in the command.
     """
     builder = read_builder(folder)
     if builder is None or builder["name"] not in builders():
@@ -178,8 +191,8 @@ def _build_command(folder: Path, *, name: str, plugins: Sequence[str] = ()) -> s
     arguments = {key: value for key, value in builder["arguments"].items() if key != "package"}
     if builder["name"] == "arc" and arguments.get("generate") is not None:  # derived from --generate
         arguments = {key: value for key, value in arguments.items() if key not in ("source", "evaluate")}
-    if builders()[builder["name"]].startswith("plugin_"):
-        argv += [f"--plugin {shlex.quote(path)}" for path in plugins]
+    of_builder = [plugin_of("KIND", kind) for kind in defined("KIND") if kind.name == builder["name"]]
+    argv += [f"--plugin {shlex.quote(file)}" for file in plugin_names(of_builder)]
     for key, value in arguments.items():
         option = f"--{key.replace('_', '-')}"
         if value is True:
@@ -205,13 +218,14 @@ def _plain(text: Any) -> str:
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
 
 
-def _train_command(run: Mapping[str, Any], of_plugins: Sequence[str]) -> str:
+def _train_command(run: Mapping[str, Any], plugins: Sequence[str]) -> str:
     """Returns the command that trains with the config `run`: "python pretrain.py arch=trm lr=0.001 ..."."""
     arch = run["arch"]["name"]
     of_arch = load_arch_defaults(arch)
+    run = {**run, "plugins": list(plugins)}
     words = changed_words(run, load_defaults("pretrain") | {"arch": of_arch or {"name": arch}})
     folder = [] if of_arch else ["--config-dir FOLDER"]
-    return " ".join(["python pretrain.py", *of_plugins, *folder, shlex.join([f"arch={arch}", *words])])
+    return " ".join(["python pretrain.py", *folder, shlex.join([f"arch={arch}", *words])])
 
 
 def commit_of(checkpoint: Checkpoint) -> str | None:

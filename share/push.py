@@ -37,7 +37,7 @@ from runtime.hub import Address, client_errors, import_client, parse_address
 from runtime.plugins import paths_in
 from runtime.reading import read_yaml
 from runtime.writing import write_json, write_text
-from share.card import commit_of, model_card, read_metrics
+from share.card import commit_of, model_card, plugins_of, read_metrics
 from training.code import CHANGES
 
 _CARD_FILE = "README.md"  # name that the Hub expects
@@ -124,7 +124,7 @@ def write_files(
         raise ValueError(
             f"{checkpoint} is not a checkpoint of this code. Pass a run folder, or a step_<N> in it."
         )
-    plugins = paths_in(read_yaml(checkpoint.path / CONFIG_FILE))
+    plugins, needed = paths_in(read_yaml(checkpoint.path / CONFIG_FILE)), plugins_of(checkpoint)
     if not read_metrics(checkpoint):
         places = f"metrics.jsonl and evaluation/{checkpoint.name} of {checkpoint.run_folder}"
         missing = f"no accuracy of {checkpoint.name} found in {places}. The card will have no results"
@@ -152,6 +152,8 @@ def write_files(
         "test_fingerprint": state.get("test_fingerprint"),
         "run": _shared_config(checkpoint) | ({"data_path": [data_path]} if data_path else {}),
     }
+    if needed:  # so that a program without them can say which ones it needs
+        shared["run"]["plugins"] = needed
     num_weights = {"dense": 0, "of puzzles": 0}
     for name, tensor in weights.items():
         if not name.endswith("_init"):  # initial states are random, not trained
@@ -164,7 +166,8 @@ def write_files(
         shared=shared,
         state=state,
         data_names=names,
-        plugins=_without_absolute_paths(plugins, "plugins"),
+        plugins=needed,
+        training_plugins=_without_absolute_paths([Path(path).name for path in plugins], "plugins"),
         num_weights=num_weights,
         dtype=str(dtype).removeprefix("torch."),
     )

@@ -29,7 +29,8 @@ from tests.checkpoints import (
     state_tensors,
 )
 from tests.ranks import run_ranks
-from tests.tiny import tiny_arch
+from tests.tiny import tiny_arch, tiny_config
+from training.run_config import name_run, words_to_resume
 from training.run_folder import claim_run_folder
 
 
@@ -170,9 +171,11 @@ def test_resume_modes(run, tmp_path):
     save(run, 3, 8)
     for mode in ("auto", "must", str(run), str(run / "step_8")):
         assert choose_checkpoint(run, run_config(run, resume=mode)) == run / "step_8"
-    with pytest.raises(ValueError, match=r"resume=never, but .* step_8\. .*run_name"):
+    with pytest.raises(ValueError, match=r"resume=never, but .* step_8\. .*another checkpoint_path"):
         choose_checkpoint(run, run_config(run, resume="never"))
-    with pytest.raises(ValueError, match=r"step_3 is not the newest .* \(step_8\)\. .*run_name"):
+    with pytest.raises(
+        ValueError, match=r"step_3 is not the newest .* \(step_8\)\. .*another checkpoint_path"
+    ):
         choose_checkpoint(run, run_config(run, resume=str(run / "step_3")))
 
     branch = tmp_path / "branch"
@@ -208,10 +211,26 @@ def test_another_config_is_refused_even_if_the_folder_lost_its_own(run):
 
 def test_the_advice_for_another_config_works(run):
     save(run, 3)
-    with pytest.raises(ValueError, match=rf"Choose another run_name\. .* init_from={run}/step_3\.$"):
+    with pytest.raises(ValueError, match=rf"Choose another checkpoint_path\. .* init_from={run}/step_3\.$"):
         claim_run_folder(run_config(run, lr=0.5))
-    with pytest.raises(ValueError, match=r"arch\.hidden_size: .*Choose another run_name\.$"):
+    with pytest.raises(ValueError, match=r"arch\.hidden_size: .*Choose another checkpoint_path\.$"):
         claim_run_folder(run_config(run, arch=tiny_arch(hidden_size=64).model_dump()))
+
+
+def test_the_advice_names_the_key_that_chooses_the_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for given, key, words in (
+        ({"run_name": "a"}, "run_name", "run_name=a"),
+        ({"checkpoint_path": "of me"}, "checkpoint_path", "'checkpoint_path=of me'"),
+        ({"run_name": "a", "checkpoint_path": "b"}, "checkpoint_path", "checkpoint_path=b"),
+    ):
+        config = name_run(tiny_config(**given), experiment=None)
+        assert words_to_resume(config) == words
+        (run := Path(config.checkpoint_path)).joinpath("step_1").mkdir(parents=True)
+        config = config.model_copy(update={"resume": "never"})
+        assert words_to_resume(config) == f"{words} resume=auto"
+        with pytest.raises(ValueError, match=f"Choose another {key}, or set resume=auto"):
+            choose_checkpoint(run, config)
 
 
 @pytest.mark.parametrize("ending", [".corrupt", ".corrupt-2"])
@@ -226,7 +245,7 @@ def test_another_dataset_or_shape_is_refused(run, capsys):
     save(run, 3)
     with pytest.raises(SystemExit):
         resume(run, fingerprint="another")
-    assert "another dataset than data_path. Choose another run_name." in capsys.readouterr().err
+    assert "another dataset than data_path. Choose another checkpoint_path." in capsys.readouterr().err
     with pytest.raises(SystemExit):
         resume(run.parent / "branch", resume=str(run), fingerprint="another")
     assert f"Set init_from={run / 'step_3'} instead of resume, or data_path" in capsys.readouterr().err

@@ -313,3 +313,6 @@ def test_another_runs_checkpoints_are_left_as_they_are(run, tmp_path, capsys):
     assert checkpoint_names(run) == {"step_1", "step_2"}
     with pytest.raises(ValueError, match="corrupt"):
         choose_checkpoint(branch, run_config(branch, resume=str(run / "step_2")))
+    flip_bit(run / "step_1" / "config.yaml", 0)
+    with pytest.raises(ValueError, match=f"No checkpoint in {run} is intact. Choose another folder.$"):
+        choose_checkpoint(branch, run_config(branch, resume=str(run)))

@@ -11,6 +11,7 @@ import torch
 from checkpointing.finding import find_checkpoint
 from config.architecture import architectures
 from config.compose import compose_config, compose_overrides
+from config.programs import EvaluateConfig, SolveConfig
 from config.schema import PretrainConfig
 from dataset.build import build_dataset
 from dataset.kinds.kind import find_kind, kind_names
@@ -130,6 +131,14 @@ def test_a_wrong_key_of_a_model_is_compared_with_its_keys_and_help_shows_them(tm
     assert re.search("arch.hidden_size=128 +features of every vector", shown), "its comment of token.yaml"
 
 
+def test_one_plugin_needs_no_brackets(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_plugins(tmp_path).parent)
+    config = compose_overrides(PretrainConfig, ["plugins=mine/lion.py", "optimizer=lion"])
+    assert (config.plugins, config.optimizer) == (["mine/lion.py"], "lion")
+    assert compose_overrides(SolveConfig, ["plugins=mine/lion.py", "checkpoint=x", "puzzle=1"]).plugins
+    assert compose_overrides(EvaluateConfig, ["plugins=[]", "checkpoint=x"]).plugins == []
+
+
 def test_the_options_of_an_optimizer_are_checked_by_its_class(tmp_path, monkeypatch):
     monkeypatch.chdir(write_plugins(tmp_path).parent)
     words = ["plugins=[mine/lion.py]", "optimizer=lion"]
@@ -172,8 +181,9 @@ def test_the_command_of_a_plugins_builder_has_the_plugin(tmp_path, monkeypatch):
     builder = {"name": "jigsaw", "arguments": {"generate": 5}}
     Path("manifest.json").write_text(json.dumps({"builder": builder}))
     load_plugins(["mine/jigsaw.py"])
-    command = _build_command(Path(), name="data/jigsaw", plugins=["mine/jigsaw.py"])
-    options = "--output-dir data/jigsaw --plugin mine/jigsaw.py --generate 5"
+    load_plugins(["mine/lion.py"])
+    command = _build_command(Path(), name="data/jigsaw")
+    options = "--output-dir data/jigsaw --plugin jigsaw.py --generate 5"
     assert command == f"python -m dataset.build jigsaw {options}"
 
 
@@ -182,24 +192,34 @@ def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path
     write_plugins(tmp_path)
     words = (*_GRU, *_OWN, f"data_path={sudoku_folder}", "checkpoint_path=run")
     complete_program("pretrain", *words, "max_steps=9", folder=tmp_path, world_size=2)
+    words = (words[0].replace("]", ",mine/spoken.py]"), *words[1:])
     complete_program("pretrain", *words, folder=tmp_path, world_size=2)
     run = tmp_path / "run"
     assert logged_rows(run)[-1]["train/lm_loss"] < logged_rows(run)[0]["train/lm_loss"]
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [list(start["plugins"]) for start in starts] == [["plugin_gru/gru.py"]] * 2
+    files = ["plugin_gru/gru.py", "plugin_spoken/spoken.py"]
+    assert [list(start["plugins"]) for start in starts] == [files[:1], files]
     refused = run_program("evaluate", "checkpoint=run", folder=tmp_path, world_size=1)
     assert refused.statuses == [1]
     assert refused.error_lines == [
         "error: run/step_32/config.yaml: the model 'gru' is defined by a plugin. If you trust the plugin, "
-        "add 'plugins=[mine/gru.py]'."
+        "add 'plugins=[mine/gru.py,mine/spoken.py]'."
     ]
     complete_program("evaluate", "checkpoint=run", "plugins=[mine/gru.py]", folder=tmp_path)
     shared = ("push", "--plugin", "mine/gru.py", "run", "owner/gru", "--dry-run", "shared")
     complete_program("share/__main__", *shared, folder=tmp_path, world_size=None)
     card = (tmp_path / "shared" / "README.md").read_text()
-    assert "\npython pretrain.py 'plugins=[mine/gru.py]' --config-dir FOLDER arch=gru " in card
-    assert "\npython evaluate.py 'plugins=[mine/gru.py]' checkpoint=hf://owner/gru " in card
-    assert "\nThe training used plugins: `mine/gru.py`. " in card
+    assert re.search(
+        r"\npython pretrain.py --config-dir FOLDER arch=gru .* 'plugins=\[gru.py, spoken.py\]'", card
+    )
+    assert "\npython evaluate.py 'plugins=[gru.py]' checkpoint=hf://owner/gru " in card
+    assert (
+        "\nThese commands need plugins: `gru.py`. The training used plugins: `gru.py`, `spoken.py`. " in card
+    )
+    shared_run = json.loads((tmp_path / "shared" / "config.json").read_text())["run"]
+    assert shared_run["plugins"] == ["gru.py"]
+    with pytest.raises(ValueError, match=r"model 'gru' is defined by a plugin.* add 'plugins=\[gru.py\]'"):
+        find_checkpoint(tmp_path / "shared")
     with pytest.raises(ValueError, match="is defined by a plugin"):
         find_checkpoint(run)
     assert "gru" not in architectures()

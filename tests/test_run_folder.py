@@ -60,7 +60,7 @@ def test_a_second_owner_is_refused_until_the_first_is_dead(run):
     """Even if a forked child of it lives on. Only an owner removes unfinished files."""
     owner, unfinished = _Owner(run), run / ".metrics.jsonl.abcd.unfinished"
     unfinished.touch()
-    with pytest.raises(ValueError, match=f"in use by process {owner.process.pid} on .*run_name"):
+    with pytest.raises(ValueError, match=f"in use by process {owner.process.pid} on .*checkpoint_path"):
         _open(run)
     assert unfinished.exists()
     owner.kill()
@@ -100,7 +100,9 @@ def test_only_what_may_change_may_change(run):
     _open(run)
     (run / "config.yaml").write_text(to_yaml(tiny_config(checkpoint_path=str(run)).model_dump()))
     _open(run, checkpoint_interval=7, keep_best="eval/all/accuracy", resume="must", max_steps=3)
-    with pytest.raises(ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.. .*run_name"):
+    with pytest.raises(
+        ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.. .*checkpoint_path"
+    ):
         _open(run, lr=0.5, epochs=6)
 
 
@@ -199,7 +201,7 @@ def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(run, monkeypatc
     assert "starts.jsonl (" in capsys.readouterr().err
 
 
-def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch):
+def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch, capsys):
     """Changed files and new ones, but neither tests nor what is no code."""
     repository = run / "code"
     for name in ("models/__init__.py", "models/trm.py", "tests/test.py", "data/new.txt"):
@@ -216,10 +218,10 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch):
     git("commit", "-qm", "all")
     monkeypatch.setattr(code, "REPOSITORY", repository)
 
-    def recorded() -> dict[str, Any]:
+    def recorded(step: int = 0) -> dict[str, Any]:
         for function in (code.git_commit, code.code_diff):
             function.cache_clear()
-        record_start(run, step=0, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
+        record_start(run, step=step, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
         return list(read_rows(run, STARTS_FILE))[-1][0]
 
     commit = git("rev-parse", "HEAD").strip()
@@ -241,6 +243,18 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch):
     assert "was = 2" not in diff
     assert diff.endswith("(cut off here)\n")
     assert len(diff) < 2**20 + 100
+    recorded(step=7)
+    assert capsys.readouterr().err == ""
+    (repository / "own/__init__.py").write_text("LOGGER = 2\n")
+    (repository / "models/mine.py").unlink()
+    recorded(step=8)
+    changed = (
+        "previous launch of this run: uncommitted changes, plugin_own/own/__init__.py. Training continues"
+    )
+    assert changed in capsys.readouterr().err
+    git("commit", "-qam", "more")
+    recorded(step=9)
+    assert "launch of this run: git commit, uncommitted changes. Training" in capsys.readouterr().err
     shutil.rmtree(repository / ".git")
     monkeypatch.setenv("CODE_COMMIT", "d" * 40)  # as in an image
     assert recorded()["git_commit"] == "d" * 40

@@ -107,7 +107,7 @@ def test_a_run_that_is_stopped_goes_on_from_that_step(
     for each in range(2):
         log = (run / "logs" / f"rank_{each}.log").read_text()
         assert f"is at training step {step} of 16" in log
-        assert "To continue, run the same command with run_name=" in log
+        assert f"To continue, run the same command with checkpoint_path={run}." in log
     assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
     assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
     _train(sudoku_folder, run)
@@ -143,7 +143,7 @@ def test_torchrun_under_nohup(tmp_path, sudoku_folder, signals, is_ignored):
         process.kill()
     assert json.loads(read(tmp_path / "run" / "status"))["status"] == "stopped"
     before, announced, after = read(tmp_path / "output.txt").partition("If torchrun received the signal, ")
-    assert "To continue, run the same command with run_name=run" in before
+    assert "To continue, run the same command with checkpoint_path=run." in before
     assert "Traceback" not in before
     first, traceback, last = after.partition("\nTraceback ")
     assert first == "it ends with a traceback (SignalException). It is not an error."

@@ -231,6 +231,8 @@ def test_a_model_of_any_size_solves_larger_puzzles_with_a_warning(folder, sudoku
     assert model.solve(PUZZLE, steps=2).grid.shape == (4, 4)
     assert capsys.readouterr().err == ""
     assert len(model._models) == 1
+    with pytest.raises(ValueError, match=r"^task=x: .* has no puzzle embeddings\. Remove it"):
+        model.solve(PUZZLE, task="x")
 
 
 def test_a_puzzle_with_other_symbols_is_refused_without_a_warning(folder, sudoku_folder, capsys):

@@ -285,7 +285,9 @@ class CheckpointManager:
         if content["dataset_fingerprint"] != self._described["dataset_fingerprint"]:
             other = f"{chosen} was trained on another dataset than data_path"
             instead = f"Set init_from={chosen} instead of resume, or data_path to its dataset."
-            raise ValueError(f"{other}. {'Choose another run_name.' if is_this_run else instead}")
+            if is_this_run:
+                instead = f"Choose another {self._config.folder_key}."
+            raise ValueError(f"{other}. {instead}")
         if self._total_steps is not None and content["step"] > self._total_steps:
             ends = f"this run ends at step {self._total_steps}. Increase epochs or train_steps."
             raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")

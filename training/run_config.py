@@ -4,6 +4,7 @@ Only rank 0 calls these functions. The other ranks receive the config (`distribu
 """
 
 import re
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -113,10 +114,19 @@ def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfi
         run_name = draw_name()
     data_name = _as_name(Path(config.data_path[0]).resolve().name)
     project_name = config.project_name or f"{config.arch.name}-{data_name}"
-    checkpoint_path = config.checkpoint_path or str(Path("checkpoints") / project_name / run_name)
+    checkpoint_path = config.checkpoint_path or str(Path("checkpoints", project_name, run_name))
     names = {"project_name": project_name, "run_name": run_name, "checkpoint_path": checkpoint_path}
     names["wandb_group"] = config.wandb_group or experiment
     return validate_config(PretrainConfig, {**config.model_dump(), **names})
+
+
+def words_to_resume(config: PretrainConfig) -> str:
+    """Returns the words that make a run's command continue the run, such as "run_name=first"."""
+    key = config.folder_key
+    words = [f"{key}={getattr(config, key)}"]
+    if config.resume == "never":
+        words.append("resume=auto")
+    return shlex.join(words)
 
 
 def _as_name(folder_name: str) -> str:
@@ -216,7 +226,7 @@ def _way_out(config: PretrainConfig) -> str:
     checkpoints = checkpoints_in(Path(config.checkpoint_path))
     start = f"resume={checkpoints[-1]} " if checkpoints else ""
     is_new = not checkpoints and config.resume not in ("auto", "must", "never")
-    name = "" if is_new else "run_name=NEW "  # a new run gets its own name
+    name = "" if is_new else f"{config.folder_key}=NEW "  # a new run gets its own name
     return f"To train in float32, set {start}{name}{FORMAT_KEY}=float32."
 
 

@@ -35,7 +35,7 @@ from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files
 from runtime.reading import read_json, read_text, sha256_of
 from runtime.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
-from training.code import code_diff, git_commit
+from training.code import CHANGES, code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
 
 STATUS_FILE = "status"
@@ -66,13 +66,13 @@ def claim_run_folder(config: PretrainConfig) -> None:
     folder = Path(config.checkpoint_path)
     with writing_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock_folder(folder, other="run_name")
+        lock_folder(folder, other=config.folder_key)
         stored = read_stored_config(folder)
         if stored is not None and (changes := describe_changes(stored.values, config)):
             where = f"{stored.folder} contains a run with another config"
             newest = None if re.search(r"(^|, )arch\.", changes) else newest_checkpoint(folder)
             hint = f"To start it with the weights of this run, also add init_from={newest}." if newest else ""
-            raise ValueError(f"{where} ({changes}). Choose another run_name. {hint}".strip())
+            raise ValueError(f"{where} ({changes}). Choose another {config.folder_key}. {hint}".strip())
         with tempfile.TemporaryFile(dir=folder):
             pass
         if stored is None:
@@ -82,11 +82,10 @@ def claim_run_folder(config: PretrainConfig) -> None:
 
 def _name_runs_of_other_projects(config: PretrainConfig) -> None:
     # Example: the data folder was renamed. The default project name contains its name.
-    project, name = config.project_name, config.run_name
-    root = Path("checkpoints")
-    if project is None or name is None or Path(config.checkpoint_path) != root / project / name:
+    if config.folder_key != "run_name":
         return
-    others = sorted(path / name for path in root.iterdir() if path.name != project)
+    folder = Path(config.checkpoint_path)
+    others = sorted(path / folder.name for path in folder.parents[1].iterdir() if path != folder.parent)
     for other in others:
         if (other / CONFIG_FILE).is_file():
             log.info(f"{other} has the same run_name. To continue it, add checkpoint_path={other}.")
@@ -189,8 +188,8 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
 def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:
     """Adds a line to starts.jsonl of a run folder: command, code and hardware of this process.
 
-    If the code has uncommitted changes, writes their diff to a separate file. If a file cannot be written,
-    only warns.
+    If the code has uncommitted changes, writes their diff to a separate file. If the run resumes with other
+    code than its previous launch had, warns. If a file cannot be written, only warns.
 
     step: Number of training steps done before this start.
     described: More entries of the line, which is a JSON object.
@@ -212,8 +211,25 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
         start["changes"] = f"changes_{hashlib.sha256(diff.encode()).hexdigest()[:12]}.diff"
         with disk_errors_warn(folder / start["changes"]) as path:
             write_text(path, diff)
+    if step and (changed := _changed_code(folder, start)):
+        what = f"other code than in the previous launch of this run: {', '.join(changed)}"
+        log.warning(f"{what}. Training continues with the current code.")
     with disk_errors_warn(folder / STARTS_FILE) as path, open_to_append(path) as file:
         file.write(f"{json.dumps(start)}\n".encode())
+
+
+def _changed_code(folder: Path, start: dict[str, Any]) -> list[str]:
+    # Returns what differs from the code of the previous launch, such as "git commit" or a file of a plugin.
+    try:
+        *_, (before, _) = read_rows(folder, STARTS_FILE)
+    except (ValueError, OSError):  # the file is damaged, or has no line
+        return []
+    changed, (old, new) = [], (each.get("git_commit") for each in (before, start))
+    if old and new:  # git may be missing, or too slow
+        changed += ["git commit"] if str(old).removesuffix(CHANGES) != new.removesuffix(CHANGES) else []
+        changed += ["uncommitted changes"] if before.get("changes") != start.get("changes") else []
+    hashes = before["plugins"] if isinstance(before.get("plugins"), dict) else {}
+    return changed + [name for name, now in start.get("plugins", {}).items() if hashes.get(name, now) != now]
 
 
 def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:

@@ -101,7 +101,8 @@ def test_runs_from_python_and_the_loop_of_the_page_compute_the_same(
     assert found["lm_loss"] == pytest.approx(evaluated.metrics["all"]["lm_loss"], rel=1e-5)
 
     with pytest.raises(
-        ValueError, match=r"^trained contains a run .* Choose another run_name\. .* init_from=\S*step_3\.$"
+        ValueError,
+        match=r"^trained contains a run .* Choose another checkpoint_path\. .* init_from=\S*step_3\.$",
     ):
         pretrain.run([*words, "checkpoint_path=trained", "seed=1"])
 
@@ -141,7 +142,7 @@ def test_a_killed_and_a_frozen_rank_cost_only_time(tmp_path, sudoku_folder):
         assert run.process.wait(60) == 1, "so torchrun ends after a signal, whatever the workers do"
         output, log = run.output, run.log(0)
 
-    assert "To continue, run the same command with run_name=" in output
+    assert "To continue, run the same command with checkpoint_path=" in output
     stopped = json.loads((run.run / "status").read_text())
     assert stopped["status"] == "stopped"
     assert (run.run / f"step_{stopped['step']}").is_dir()

@@ -44,7 +44,7 @@ def test_a_run_saves_and_ends_when_its_session_does(tmp_path, sudoku_folder, num
         session.kill()
         kill_all_with(path)
     if number == signal.SIGINT:
-        assert "To continue, run the same command with run_name=" in said
+        assert "To continue, run the same command with checkpoint_path=" in said
         assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
 
 
