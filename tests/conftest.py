@@ -85,6 +85,13 @@ def _configs_are_parsed_once() -> None:
     parse_once()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _charts_are_drawn_once() -> None:
+    from tests.charts import draw_once
+
+    draw_once()
+
+
 @pytest.fixture(scope="session")
 def sudoku_folder(tmp_path_factory) -> Path:
     """A dataset of 4x4 Sudokus: 200 generated puzzles for training and 100 for testing."""
