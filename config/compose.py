@@ -243,7 +243,7 @@ def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> lis
 def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
     choose_words(has_option=False)
     with _one_line_errors(schema):
-        if "${oc.env" in OmegaConf.to_yaml(composed):  # an environment variable may be a secret
+        if "${oc.env" in str(OmegaConf.to_container(composed)):  # an environment variable may be a secret
             raise ValueError(
                 "oc.env is not allowed, because configs are logged. Let the shell replace $NAME."
             )

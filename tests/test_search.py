@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 import signal
 import sys
 from multiprocessing import Process
@@ -233,14 +234,22 @@ def test_where_every_trial_fails_it_ends_with_an_error(run_search):
     assert caught.value.code == 1
 
 
+@pytest.fixture(scope="module")
+def foreign_storage(tmp_path_factory) -> Path:
+    """A storage with a study that search.py did not create. Creating it takes longer than the tests."""
+    path = tmp_path_factory.mktemp("storage") / "foreign.db"
+    foreign = optuna.create_study(study_name="foreign", storage=f"sqlite:///{path}")
+    foreign.add_trial(optuna.create_trial(value=1.0))
+    return path
+
+
 @cases("search settings", "options")
-def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, words):
+def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, foreign_storage, options, words):
     monkeypatch.chdir(tmp_path)
     Path("no.db").write_text("this is no database, but long enough to be looked at as if it were one" * 99)
     Path("missing").mkdir()
     Path("missing/no.db").touch()
-    foreign = optuna.create_study(study_name="foreign", storage="sqlite:///foreign.db")
-    foreign.add_trial(optuna.create_trial(value=1.0))
+    shutil.copy(foreign_storage, "foreign.db")
     given = load_defaults("search") | {"study": "s", "folder": "out"} | options
     config = validate_config(SearchConfig, given)
     with pytest.raises(ValueError, match=".") as caught:

@@ -115,13 +115,12 @@ def test_fields_against_all_transforms(num_images, free, num_grids):
     grids = [draw.integers(0, 3, (draw.integers(1, 3), 2)) for _ in range(40 * num_grids)]
     rows = np.array([lay_out(grid, num_rows=3, num_columns=3) for grid in grids]).reshape(40, -1)
     family = ImageSymmetry("pairs", num_images, 3, free, num_grids)
-    transforms = [[number, *each] for number in range(num_images) for each in names]
+    transforms = np.array([[number, *each] for number in range(num_images) for each in names], np.uint8)
+    of_grids = transforms.repeat(num_grids, axis=0)
     hashes = family.hash_rows(rows)
     for row, number in zip(rows, hashes, strict=True):
-        images = {
-            _FIELD.apply(row.reshape(num_grids, -1), np.array([each] * num_grids, np.uint8), None).tobytes()
-            for each in transforms
-        }
+        grids = np.tile(row.reshape(num_grids, -1), (len(transforms), 1))
+        images = {image.tobytes() for image in _FIELD.apply(grids, of_grids, None).reshape(-1, len(row))}
         is_image = np.array([other.tobytes() in images for other in rows])
         assert np.array_equal(hashes == number, is_image)
         assert [family.maps(row, other) for other in rows[::8]] == is_image[::8].tolist()

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import wandb
 
 from report import dashboard
 from runtime.metrics_file import read_rows
@@ -21,7 +20,6 @@ from tests.ranks import REPOSITORY, Finished, run_program
 from tests.tiny import OVERRIDES
 from tests.wandb_server import ReceivedRun, WandbServer
 from training.loggers import PICTURES
-from training.loggers.wandb import WandbRun
 
 # pretrain.py, in which something happens once a row is logged: CODE, at the step STEP.
 _EVENTFUL = f"""
@@ -257,6 +255,10 @@ def test_a_copy_of_a_run_is_another_run(tmp_path, sudoku_folder):
 
 
 def test_a_malformed_key_is_no_problem_of_the_network(capsys):
+    import wandb  # which takes half a second, in every worker if it is at the top of this file
+
+    from training.loggers.wandb import WandbRun
+
     def init(mode: str) -> SimpleNamespace:
         if mode == "online":
             raise wandb.errors.AuthenticationError("WANDB_API_KEY invalid: too short")
