@@ -29,14 +29,11 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Threads = Annotated[int, Field(gt=0, le=4096)]
-# A list. One value is also accepted, as a list of one.
-_List = Annotated[
-    list[Value],
-    BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value]),
-]
-Several = Annotated[_List[Value], Field(min_length=1)]
+# For a list of values. One value is also accepted, as a list of one.
+_accepts_one = BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value])
+Several = Annotated[list[Value], Field(min_length=1), _accepts_one]
 Paths = Several[Text]
-Plugins = MayChange[_List[Text]]  # Python files that `runtime.plugins` imports
+Plugins = MayChange[Annotated[list[Text], _accepts_one]]  # Python files that `runtime.plugins` imports
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]  # name of a folder
 
 # Required values if gradients are not summed over ranks (local_steps > 1), or if no dense weight is trained
