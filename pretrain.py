@@ -13,7 +13,8 @@ From Python, in new processes:
 sets are those of `data_path`.
 
 A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
-run_name, a launch continues from the newest checkpoint of the run (unless resume=never).
+run_name, a launch continues from the newest undamaged checkpoint of the run. With resume=never, it ends with
+an error instead.
 
 Every process of a launch is one rank, and calls `main`. training/step.py contains the training step.
 """
@@ -84,19 +85,18 @@ def train(program: Program[PretrainConfig]) -> int:
     checkpoints = CheckpointManager.of_run(config, data)
     # With several ranks, the watchdog ends a run that hangs. Loading may take long, so pause the watchdog.
     with program.watchdog.paused():
-        # `is_logged`: False if metrics.jsonl lacks the row of the loaded step. `run_steps` then logs the row
-        # first, if one is due. Example: an earlier launch saved the checkpoint, and then stopped before it
-        # logged the row. At step 0, no row is due, and `is_logged` is True.
+        # `is_logged`: whether metrics.jsonl contains the row of the loaded step. If not, `run_steps` logs the
+        # row first, if the step has one. Example: an earlier launch saved the checkpoint, and then stopped
+        # before it logged the row.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles that are also trained on. If there are any, log a warning, or end the run with an
-    # error (config key `leaks`). `open_data` has compared the training puzzles of this run. Compare again,
-    # now with all puzzles that will have been trained on when the run ends: those of this run, and those of
-    # the checkpoint that the run started from.
+    # Find test puzzles that are also training puzzles. If there are any, log a warning, or end the run with
+    # an error (config key `leaks`). `open_data` has compared the training puzzles of this run. Now compare
+    # these together with the training puzzles of the checkpoint that the run started from.
     training_puzzles = checkpoints.trained_at(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # End here if this launch has no step left, because the run is finished, `max_steps` is reached, or
-    # `stop_patience` ends the run. But if `is_logged` is False, go on: `run_steps` logs the row first.
+    # End here if the row of the loaded step is logged, and no step is left: the run is finished, `max_steps`
+    # is reached, or `stop_patience` ends the run.
     if is_logged:
         # `stop_patience` ends a run only after an evaluation.
         ends_early = schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
@@ -118,8 +118,8 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with {words_to_resume(config)}.")
-    # With several machines, end torchrun on all of them, because the signal may have reached only one. (With
-    # --nnodes MIN:MAX, torchrun starts again instead.) Returns the exit status of this process.
+    # With several machines, end torchrun on all of them, because the signal may have reached only one.
+    # Returns the exit status. With --nnodes MIN:MAX, it makes torchrun start the processes again.
     return end_torchrun()
 
 
@@ -137,15 +137,16 @@ def run_steps(
 
     Returns whether a signal such as Ctrl-C stopped the run.
 
-    is_logged: Whether metrics.jsonl contains the row of the current step. If False, and a row is due at this
-    step, this function first logs the row. At step 0 there is nothing to log, so pass True.
+    is_logged: Whether metrics.jsonl contains the row of the current step. If False, this function first logs
+    the row, if the step has one (`Schedule.has_row`).
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over this rank's batches, with up to `num_answers` right answers of each puzzle.
-    # - checkpoints: Saves checkpoints in the background. If the `with` block ends with an error, waits at
-    #   most 60 s for the checkpoint that is being saved.
-    # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
-    #   Before this, `paused` ends the run with an error if a loss or gradient norm was not finite.
+    # - checkpoints: Saves checkpoints, by default in the background. If the `with` block ends with an error,
+    #   waits at most 60 s for the checkpoint that is being saved.
+    # - monitor: Measures and logs the steps. `monitor.paused()` is for work other than training steps. It
+    #   stops the clock of the steps and the watchdog. On entry, it ends the run with an error if a loss or
+    #   gradient norm was not finite.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
     #   one. `is_agreed()` becomes True after the same step on all ranks, so that they stop together.
     #   A rank ends itself if it does not stop in time (distributed/signals.py).
@@ -200,7 +201,7 @@ def run_steps(
             if ends_early or interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
-            # `set_name` is the name of the training set that the puzzles in the batch are from.
+            # `set_name` is the name of the training set that contains the puzzles of the batch.
             with monitor.reading():
                 set_name, batch = next(batches)
 
@@ -215,9 +216,9 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. So the ranks sum
-            # their stop requests in every step (with local_steps, in every merge). `is_agreed()` becomes True
-            # on all ranks if the sum is positive: on a CPU immediately, on CUDA at the next sum, so that the
-            # host does not wait for the GPU.
+            # their stop requests in every step (with local_steps, in every merge). If the sum is positive,
+            # `is_agreed()` becomes True on all ranks. On CUDA, this happens one sum later, because the host
+            # does not wait for the result.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 

@@ -69,8 +69,10 @@ class World:
 
     options: Command line of the benchmark. Its `device` and `threads` are used.
     build: Function that creates the object in a child process: `build(device, *arguments)`.
-    processes: Number of processes. They are ranks of one process group.
-    apart: If True, each process is the only rank of its process group.
+    arguments: Arguments of `build`, after the device.
+    processes: Number of processes.
+    apart: If False, the processes are the ranks of one process group. If True, each process has a process
+        group of its own, with one rank.
     namespaces: Linux network namespace of each process. Only needed to emulate several machines.
     """
 

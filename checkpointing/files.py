@@ -226,7 +226,7 @@ class CorruptCheckpointError(ValueError):
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Compares size and hash of every file of a checkpoint folder with its manifest.json.
+    """Compares the size and hash of every file that the manifest of a checkpoint folder lists.
 
     Raises CorruptCheckpointError if a file differs or is missing. Raises another ValueError if this process
     lacks the permission to read a file, or if a file is only a pointer of Git LFS.

@@ -42,8 +42,9 @@ def _read_defaults(path: Path) -> DictConfig:
 def other_files(path: Path) -> list[Path]:
     """Returns the files in the list `defaults` of a YAML file, such as config/arch/shared/loss.yaml.
 
-    The list may also contain choices, such as `arch: hrm`. These are left out. The file of a plugin's model
-    may name files of config/arch.
+    The list may also contain choices, such as `arch: hrm`. These are left out. A name means a file in the
+    folder of the YAML file, or otherwise in config/arch. So the file of a plugin's model may name
+    `shared/token`.
     """
     names = _OTHER_FILE.findall(path.read_text(encoding="utf-8"))
     files = [[folder / f"{name}.yaml" for folder in (path.parent, FOLDER / "arch")] for name in names]

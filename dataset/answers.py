@@ -28,8 +28,8 @@ def read_answers(
     answers, `num_answers` - 1 of them are selected at random. The selection depends only on the seed and the
     index of the example. Unused entries are IGNORE_LABEL_ID.
 
-    rows: Indices of the examples in the set, int64 [n]. puzzles: Index in the set of the puzzle of each
-    example, int64 [n].
+    rows: Indices of the examples in the set, int64 [n]. puzzles: For each example, the index of its puzzle in
+    the set, int64 [n].
     """
     inputs, labels = puzzle_set.read(rows, puzzles)
     answers = np.full((len(rows), num_answers, inputs.shape[1]), IGNORE_LABEL_ID, np.int32)

@@ -304,6 +304,7 @@ class FlatParameters:
             spans = (Span(part.start - begin, length),) if length else ()
             if cut := self.cuts.get(name):
                 spans, shape = cut.spans(slice(part.start - begin, part.stop - begin)), cut.shape
+            # If `num_parts` ranks divide the values, later ranks hold copies of the same parts.
             is_copy = self.ranks.index >= num_parts
             tensor = shard_buffers.at(part) if length else self.message[:0]
             shards[name] = Shard(tensor, spans, shape, is_copy=is_copy)
@@ -318,9 +319,9 @@ class FlatParameters:
         return slice(*(min(max(edge, begin), end) for edge in (shard.start, shard.stop)))
 
     def around(self, shard: slice) -> list[slice]:
-        """Returns the ranges of the flat tensor that the rank with this shard updates.
+        """Returns the ranges of the flat tensor for which a rank with this shard keeps values.
 
-        The ranges cover `shard` and all parameters that every rank updates. They are in ascending order and
+        The ranges cover `shard` and all parameters that are not sharded. They are in ascending order and
         disjoint.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT

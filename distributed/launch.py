@@ -305,8 +305,8 @@ def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
 
     If the dataset of any machine differs, all ranks exit with status 1.
 
-    fingerprint: Text that identifies the dataset of this machine, such as its hash. If another rank of the
-    machine passes the text, "".
+    fingerprint: Text that identifies the dataset of this machine, such as its hash. One rank of each machine
+    passes it. The other ranks may pass "".
     names: Dataset folders, for the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))

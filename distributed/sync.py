@@ -108,7 +108,8 @@ class FlatSync(GradientSync):
     """Sums gradients by several all-reduces.
 
     They run during the backward pass of the micro-batch with is_last=True. Without such a micro-batch (local
-    steps, pipeline, tensor parallelism), they run in `finish`.
+    steps, pipeline, tensor parallelism), they run in `finish`. So do those of gradients that the backward
+    pass did not compute.
 
     In a backward pass, every `p.grad` is a view of `flat.gradients`. If gradients are sent in their own
     dtype, nothing is copied. If a rank does not use a parameter, this rank's gradient of it is zero.

@@ -39,10 +39,9 @@ def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
 def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
     """Returns the number of independent puzzles behind an accuracy, for its confidence interval.
 
-    If the accuracy counts examples (its "count" equals that of all examples, or of all unseen ones), equal
-    puzzles count once: the result is their number "distinct_count", or of a part of the examples the same
-    part of it. Otherwise, returns the "count" of the accuracy, such as the number of ARC tasks. Returns 0 if
-    the number is unknown.
+    If the accuracy is a mean over examples, equal puzzles count once: returns "distinct_count", times the
+    fraction of the examples in the mean. Otherwise, returns the "count" of the accuracy, such as the number
+    of ARC tasks. Returns 0 if the number is unknown.
 
     values: {metric: value} of one test set.
     evaluator: Name of the accuracy up to the last slash, such as "unseen/sudoku/" for
@@ -137,9 +136,10 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
     Each line is for one number of thinking steps and one number of samples. Each rule that selects a sample,
     such as "vote", has a column with its accuracy. The column "any" counts a puzzle as solved if any sample
-    is right. The network calls and the GFLOP of a puzzle are means over all puzzles. They belong to the rule
-    of the first column (only with first_to_halt, samples end early). For a search (LDT), the last two columns
-    contain the fraction of wrong answers and the fraction of puzzles without an answer, instead of "any".
+    is right. The network calls and the GFLOP of a puzzle are means over all puzzles, for the rule of the
+    first column. (Rules may differ: with first_to_halt, all samples of a puzzle end when the first one
+    halts.) For a search (LDT), the last two columns contain the fraction of wrong answers and the fraction of
+    puzzles without an answer, instead of "any".
     """
     lines = []
     for set_name, content in scaling["sets"].items():

@@ -96,7 +96,7 @@ def measure_link(
     Both ranks of the pair call it. Returns (seconds of a round trip of 4 bytes, bytes per second of large
     messages). If other ranks call it, it returns None at once.
 
-    repeats: Number of round trips of 4 bytes. Large messages, of `num_bytes`, make 3 round trips.
+    repeats: Number of measured round trips of 4 bytes. For large messages, of `num_bytes`, it is 3.
     """
     if rank() not in pair:
         return None

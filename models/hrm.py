@@ -41,9 +41,9 @@ class HRM(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0; with arch.conv=instead, the mean over positions)
 
-    e is the embedded puzzle. L(z, x) and H(z, x) apply two stacks of transformer blocks, `L_level` and
-    `H_level`, to the sum z + x. By default, H_cycles and L_cycles are 2, and each stack has 4 blocks. By
-    default, the network wants to halt if q_halt > q_continue.
+    e is the embedded puzzle. L(z, x) applies a stack of transformer blocks, `L_level`, to the sum z + x.
+    H(z, x) applies another stack, `H_level`. By default, H_cycles and L_cycles are 2, each stack has 4
+    blocks, and the network wants to halt if q_halt > q_continue.
 
     e, z_H and z_L are [batch, positions, hidden] in the dtype of the activations. The first positions contain
     the puzzle embedding (by default 1 position). The cells (tokens) of the puzzle follow.

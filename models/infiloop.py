@@ -1,4 +1,4 @@
-"""TRM with InfiLoop's gate (arXiv 2610.11570): a state is a weighted mean of all results of the level.
+"""TRM with InfiLoop's gate (arXiv 2610.11570): a state is a weighted mean of the results of its calls.
 
 models/trm.py explains all other parts: gradient, puzzle embedding, halting and loss.
 """
@@ -20,7 +20,7 @@ _FIRST_DECAY = 0.55  # initial b, the best one in the paper's experiments
 
 
 class Gate(nn.Module):
-    """Computes the weighted mean of an initial hidden state and the results of all calls of a level.
+    """Computes the weighted mean of an initial hidden state and the results of all calls for this state.
 
     If z_0 is the initial state and z_t the result of call t, the state after call t is N_t / D_t:
 

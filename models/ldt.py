@@ -206,12 +206,12 @@ class LDT(Network):
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
-        """Returns a copy of the metadata of a dataset, with the facts that the network needs.
+        """Returns a copy of the metadata of a dataset, with `candidates`, `may_turn` and `may_permute`.
 
-        Example: which labels a cell may have, by its input token. The files of a dataset do not contain these
-        facts.
+        The network needs these fields (`Metadata` describes them), but the files of a dataset lack them.
 
-        weights: State dict of a trained network. The tensors with names in `of_data` contain the facts.
+        weights: State dict of a trained network. Its tensors "candidates" and "symmetries" contain the
+        fields.
         """
         table = weights["candidates"][: metadata.vocab_size, : metadata.vocab_size]
         candidates = tuple(table.flatten().nonzero().flatten().tolist())

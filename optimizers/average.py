@@ -92,8 +92,8 @@ class DenseAverage(Average):
 
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
         self._flats, self._rate, self._corrects_bias = flats, rate, corrects_bias
-        # For each flat tensor, the range that each rank averages. In mixed precision, a rank averages only
-        # weights that it also updates.
+        # For each flat tensor, a list with the range that rank 0, 1, ... averages. In mixed precision, a rank
+        # averages only weights that it also updates. So the ranks that update the same range divide it.
         self._shards = []
         for flat in flats:
             shards = flat.update_shards if flat.is_mixed else [slice(0, flat.size)]

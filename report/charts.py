@@ -253,7 +253,8 @@ def _format_axes(
 def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], caption: str) -> Chart:
     """Lets `draw` draw on new matplotlib axes, and converts the drawing to an SVG chart.
 
-    draw: Function that takes the axes. It returns tooltips [x, y, text] in data units.
+    draw: Function that takes the axes. It returns a list of tooltips [x, y, text]. x and y are in data units.
+    legend: Pairs (label, name of its color), from which repeats are removed. caption: Text below the chart.
     """
     import matplotlib
     from matplotlib.figure import Figure

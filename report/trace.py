@@ -237,8 +237,8 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
                       wrong or the puzzle has no label
     is_undecided      whether a search model (LDT) ended without an answer
     rated             for each step, from 0 to 100: the predicted probability that the answer is right. For a
-                      search model: the percentage of cells with at most one possible token. For one without
-                      `candidates`: 100 if the search is solved, otherwise 0
+                      search model: the percentage of cells with at most one possible token. With more than 31
+                      tokens: 100 if the search is solved, otherwise 0
     candidates        only for a search model with at most 31 tokens: for each step, a list of bit masks of
                       possible tokens
     guesses           for each step, the index of the cell that a search model guesses. Negative: no guess

@@ -92,12 +92,12 @@ class BestStep:
         self._values: dict[int, float] = {}  # {step: value of keep_best}
 
     def record(self, step: int, row: Mapping[str, float]) -> dict[str, float | str]:
-        """Reads the metric that the config key `keep_best` names from a row, and remembers its value.
+        """Remembers the value of the metric `keep_best` in a row.
 
         Returns entries to add to the row: best/<metric> (best value so far), best/step, and best/selected_by
         (split of the metric, "validation" or "test"). Returns {} if `keep_best` is null, if the row contains
-        no evaluation on this split, or if no value so far is finite. Warns if the evaluation lacks the
-        metric.
+        no evaluation on the split of the metric, or if no value so far is finite. Warns if the evaluation
+        lacks the metric.
 
         row: Row of metrics.jsonl for training step `step`.
         """

@@ -82,7 +82,7 @@ _LAST_WAIT_SECONDS, _LAST_OTHERS_SECONDS = 60.0, 3.0
 
 
 class _Saved(Strict):
-    """The entries of state.json that a run needs to continue, and their types."""
+    """The entries of state.json that `CheckpointManager.resume` needs, and their types."""
 
     step: Annotated[int, Field(ge=0, lt=2**53)]
     metrics: list[dict[str, float]]
@@ -167,8 +167,8 @@ class CheckpointManager:
         """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
 
         If this run has resumed from the checkpoint of the current step, or if `save` was already called for
-        this step, does nothing. Otherwise, first waits until the previous save has ended. Returns when the
-        tensors of this rank are copied to host memory. A thread then writes the files. With
+        this step, does nothing. Otherwise, waits until the previous save has ended. Returns when the tensors
+        of this rank are copied to host memory. A thread then writes the files. With
         checkpoint_async=false, `save` returns only when this rank has written its files, and on rank 0 only
         when all ranks have.
         """
@@ -209,9 +209,10 @@ class CheckpointManager:
         return small_files
 
     def trained_at(self, step: int) -> Trained | None:
-        """Returns hashes of all examples on which the weights at training step `step` were trained.
+        """Returns hashes of all examples on which the weights at training step `step` may be trained.
 
-        The result includes the training examples of the checkpoint that the run started from. If some
+        These are all training examples of the dataset folders that were used up to this step. The result
+        includes the training examples of the checkpoint that the run started from. If some
         examples are unknown, the field `is_complete` of the result is False. Call it after `resume`. Returns
         None on ranks other than 0, and if `trained_on` of the constructor is None.
         """
@@ -223,8 +224,9 @@ class CheckpointManager:
         """Loads the checkpoint that the config key `resume` selects into `state`. All ranks call it.
 
         If `resume` selects no checkpoint and the key `init_from` is set, loads only the weights of the
-        checkpoint that `init_from` names. Removes rows of later steps from metrics.jsonl. Ends all ranks with
-        a message if the checkpoint does not match this run.
+        checkpoint that `init_from` names. Removes rows of later steps from metrics.jsonl, and writes
+        config.yaml and identities.npz into the run folder. Ends all ranks with a message if the checkpoint
+        does not match this run.
 
         Args:
             state: State of step 0.
@@ -232,8 +234,8 @@ class CheckpointManager:
                 step is not checked.
 
         Returns:
-            Whether metrics.jsonl contains the metrics of the loaded step. True at step 0. If False, the
-            caller must log the metrics if a row is due. `state.metrics` contains the metric sums.
+            Whether metrics.jsonl contains the row of the loaded step. If False, and the step has a row, the
+            caller must log it. `state.metrics` contains the metric sums.
         """
         folder, config, chosen, content, is_this_run = self._run_folder, self._config, None, {}, False
         self._total_steps = total_steps
@@ -274,7 +276,7 @@ class CheckpointManager:
                     write_identities(folder, config.arch, self._dataset, is_new=chosen is None)
                 self.best.load_state(content["best"] if is_this_run else None, rows)
         is_logged = bool(rows) and rows[-1]["step"] == state.step
-        return broadcast_object(is_logged) or state.step == 0
+        return broadcast_object(is_logged)
 
     def _check(self, chosen: Path, content: dict[str, Any], *, is_this_run: bool) -> None:
         needed = {key: content[key] for key in _Saved.model_fields if key in content}

@@ -42,8 +42,8 @@ def check_layout(config: PretrainConfig, world_size: int) -> None:
 
     Also raises ValueError if the degrees of parallelism do not divide `world_size`, the number of processes.
 
-    If torchrun may change the number of nodes (--nnodes MIN:MAX), local_steps is 1 and there is no pipeline,
-    micro-batches may be uneven, and an uneven division among processes causes only a warning.
+    Exception: micro-batches may be uneven, and an uneven division among processes causes only a warning, if
+    torchrun may change the number of nodes (--nnodes MIN:MAX), local_steps is 1, and there is no pipeline.
     """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])

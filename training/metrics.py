@@ -14,7 +14,7 @@ def training_metrics(
     """Computes the metrics of some training steps from sums over these steps.
 
     Returns {metric: value}, such as {"loss": 0.7, "accuracy": 0.9}. A metric without data is left out.
-    Example: accuracies are means over the puzzles that have halted. If no puzzle has halted, there is none.
+    Example: "accuracy" is the mean over the puzzles that have halted. If no puzzle has halted, there is none.
 
     network: The network or its class. It determines which metrics there are.
     sums: {name: sum over the global batch and the steps}.

@@ -68,7 +68,7 @@ class Schedule:
     def has_row(self, step: int) -> bool:
         interval = self._config.log_interval
         is_due = any(synced == 1 or synced % interval == 0 for synced in self._steps(step))
-        return is_due or self.is_evaluation(step)
+        return step > 0 and (is_due or self.is_evaluation(step))
 
     def is_checkpoint(self, step: int) -> bool:
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)

@@ -85,19 +85,21 @@ class TrainState:
         return {
             # {name in the model: value} of buffers such as "H_init", dense weights and puzzle embeddings. The
             # state dict also contains weights, perhaps as bfloat16 copies: the later values replace them.
-            # Dense weights are in the dtype in which the optimizer updates them. They are full, unless ranks
-            # divide the blocks (mesh), or divide the updates of blocks that compute in bfloat16.
+            # Dense weights are in the dtype in which the optimizer updates them. They are full, except those
+            # of the blocks with a pipeline, with tensor parallelism, or if the blocks compute in bfloat16 and
+            # a shard group divides their updates (`data_parallel_shard_degree`).
             "weights": self.model.network.state_dict()
             | self.weights.tensors()
             | self._mark_copies(self.table.tensors()),
-            # {"<moment>.<weight>": value}, divided like the updates of the weights. With adam_atan2, the
+            # {"<moment>.<weight>": value}, full if the rank updates the full weight. With adam_atan2, the
             # moments are "first_moment" and "second_moment", and its number of steps is `self.step`.
             "optimizer": self.weights.moments(),
             # {weight: momentum of the merges} with `local_steps` and `outer_momentum`, otherwise {}.
             "outer_optimizer": self.strategy.tensors(),
             # {"average.<weight>": EMA}, and for puzzle embeddings the averages "table.rows" and their steps
-            # "table.steps". {} without EMA. With several ranks, each has a part of the flat averages and of
-            # the rows (averages of float32 weights beside bfloat16 ones are full).
+            # "table.steps". {} without EMA. Several ranks always divide the averages: each has one range of
+            # a flat tensor of all weights, and the rows r, r + ranks, ... of the table. Exception: averages
+            # of float32 weights beside bfloat16 ones are full.
             "ema_state": self._mark_copies(self.average.tensors() | self.table.average.tensors()),
             # "steps", "halted", the fields of `Batch` as "data.<field>" (without "answers"), and states of
             # the model such as "z_H", each with a row for each slot of the global batch.
@@ -108,7 +110,8 @@ class TrainState:
         """Returns weights for evaluation, to be saved in a checkpoint: {"ema_weights": {name: average}}.
 
         A weight without an average is included unchanged. For puzzle embeddings, the average after this step
-        is computed. Returns {} without EMA. A run that resumes does not read these weights.
+        is computed. With several ranks, the averages are shards. Returns {} without EMA. A run that resumes
+        does not read these weights.
         """
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
@@ -234,7 +237,7 @@ def build_first_state(
         metadata, num_puzzle_identifiers=num_local_rows(config, num_rows, ranks)
     )
     # The order matters: build this rank's part of the model, move the parameters into flat buffers, build the
-    # optimizers and averages on the buffers, and compile last.
+    # optimizers and averages on the buffers, and compile after that.
     compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps or 0)
     model, shapes, cuts = build_local_model(config, local_metadata, mesh, device=device)
     network = model.network

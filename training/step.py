@@ -18,45 +18,48 @@ A training step has ten parts. The comments in the code have the same numbers.
     (`global_batch_size`), and the counts that `divisors` of the objective returns, summed over ranks.
  4. Zero the gradients. Divide this rank's slots into micro-batches. Their number is usually
     `gradient_accumulation_steps`. For each micro-batch, run the thinking step, decide which slots halt,
-    compute the loss, and run the backward pass. By default, a slot wants to halt if the output q_halt of the
-    network is positive.
+    compute the loss, and run the backward pass. A slot halts after `arch.halt_max_steps` thinking steps, or
+    earlier if the network wants it and exploration allows it. In most models, the network wants it if its
+    output q_halt is positive (models/halting.py has a table).
  5. Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
     gradient flows into an earlier training step.
  6. Sum over ranks: the gradients, the loss, and the stop requests. The stop request of a rank is 1 if a
-    signal such as Ctrl-C has asked this rank to stop. Otherwise, it is 0. If several ranks have the same
-    slots (tensor parallelism, see below), only one of them takes part in a sum.
+    signal such as Ctrl-C has asked this rank to stop. Otherwise, it is 0. No sum contains the same slots
+    twice: if ranks have the same slots (tensor parallelism, see below), each of them takes part in another
+    sum.
  7. If `grad_clip_norm` is set, clip the gradients of the dense weights. The optimizer updates the dense
     weights. Sign SGD with weight decay updates the puzzle embeddings of the puzzles in the slots.
  8. If the forward pass reads copies of the updated weights, update the copies. For example, blocks that
     compute in bfloat16 read copies in bfloat16, except with sync=ddp.
- 9. If `ema` is set, update the moving averages of the dense weights. The averages of puzzle embeddings are
-    updated when they are needed (`RowAverage` in optimizers/average.py).
+ 9. If `ema` is set, update the moving averages of the dense weights. Each rank has a part of them. The
+    averages of puzzle embeddings are updated in part 7, before an embedding changes, or when they are read
+    (`RowAverage` in optimizers/average.py).
 10. Add the metrics of this rank to the sums for the next log row.
 
 The following config keys change some of these parts, which are named in parentheses.
 
-- `sync` (4, 6): The method of summing the gradients of dense weights (distributed/sync.py). With `auto`, CPU
-  processes of one Linux node sum them in shared memory in part 6. In all other cases, `auto` is the same as
-  `flat` (`build_flats` in optimizers/weights.py decides which keys prevent shared memory). With `flat` and
-  `ddp`, the last backward pass in part 4 already sends the gradients. Exception: with a pipeline or tensor
-  parallelism, part 6 sends them. With local steps, gradients are not sent.
+- `sync` (4, 6): The method of summing the gradients of dense weights (distributed/sync.py):
+  - `auto`: Shared memory in part 6, if all ranks are CPU processes of one Linux node, and if no other key
+    prevents it (`build_flats` in optimizers/weights.py). Otherwise `flat`.
+  - `flat`, `ddp`: The last backward pass in part 4 already sends the gradients. With a pipeline or tensor
+    parallelism, part 6 sends them.
 - `data_parallel_shard_degree` (7, 8): The number of ranks in a shard group. The ranks of a shard group divide
   the update of the dense weights, and exchange the updated weights in part 8 (ZeRO-1, distributed/flat.py).
   1: Every rank updates all of its weights. -1: The group is as large as possible. auto: -1 with sums in
-  shared memory, otherwise 1. In two cases, a shard group divides only the weights of the blocks, and every
-  rank updates all other weights: with a pipeline or tensor parallelism, and if the blocks compute in bfloat16
-  (except with sync=ddp).
+  shared memory, otherwise 1. A shard group divides only the weights of the blocks, and every rank updates all
+  other weights, (a) with a pipeline or tensor parallelism, (b) if the blocks compute in bfloat16 and sync is
+  not ddp.
 - `sync_dtype` (4, 6, 8): The dtype in which ranks send the gradients of the dense weights, the loss and the
   stop requests. With `local_steps`, the dtype in which a merge sends the changes of these weights, losses,
   norms and stop requests.
-- `local_steps=n` (3, 4, 6 to 9): Each rank trains alone. Parts 3 and 4 use only this rank's counts, such as
-  its number of slots. Part 6 does not communicate. Part 7 clips by the norm of this rank's gradients. After
-  every n-th step, and after the last step of the run, part 8 merges:
+- `local_steps=n` (3, 4, 6 to 9), if n > 1: Each rank trains alone. Parts 3 and 4 use only this rank's counts,
+  such as its number of slots. Parts 4 and 6 send no gradients. Part 7 clips by the norm of this rank's
+  gradients. After every n-th step, and after the last step of the run, part 8 merges:
   - By default, all ranks get the mean of their dense weights (`outer_lr` and `outer_momentum` change this,
     see `LocalSteps` in training/strategy.py). Each rank keeps its own optimizer state.
   - A puzzle embedding becomes the mean over the ranks that changed it.
   - The ranks exchange losses, norms and stop requests.
-  - Only after a merge, part 9 updates the averages.
+  - Part 9 updates the averages only after a merge.
 - `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is stored on one rank (with tensor parallelism,
   on all ranks of one tensor group). Part 3 fetches the embeddings of the puzzles in the slots. Part 6 sends
   gradients to the ranks that store the embeddings (optimizers/puzzle_table.py).
@@ -65,18 +68,18 @@ The following config keys change some of these parts, which are named in parenth
   has its own slots, and in part 4 their activations pass through all ranks of the pipeline
   (distributed/pipeline.py).
 - `tensor_parallel_degree` (4, 6 to 8): The number of ranks in a tensor group. These ranks have the same
-  slots, and divide each matrix of the blocks. In part 4, they sum activations in the forward pass and
-  gradients of activations in the backward pass. Part 6 does not sum over a tensor group. But a signal may
-  reach only one of its ranks, so part 8 sums the stop requests over the group (distributed/tensor.py).
+  slots, and divide the weights of the blocks. In part 4, they sum activations in the forward pass and
+  gradients of activations in the backward pass (distributed/tensor.py). Part 6 does not sum over a tensor
+  group. But a signal may reach only one of its ranks, so part 8 sums the stop requests over the group.
 - With a pipeline or tensor parallelism, part 6 sums the gradients of a block only over ranks with the same
-  weights of this block. Part 7 sums squared norms over ranks with different weights, to get the norm of all
-  gradients.
-- `arch.no_ACT_continue=false` (4), the default of HRM: A slot wants to halt if q_halt is greater than another
-  output of the network, q_continue. It predicts whether the answer will be right after more thinking steps.
-  The loss has a term for it. With `arch.q_target=exact`, the target of this term comes from one more thinking
-  step in part 4, without gradient. With `deferred`, only slots that halt run this additional step. For any
-  other slot, the term moves to the loss of the next training step, which also computes the target
-  (models/objective.py).
+  weights of this block. Part 7 sums squared norms over the ranks that together have all blocks, so that every
+  rank clips by the norm of the whole model.
+- `arch.no_ACT_continue=false` (4), the default of HRM: The network has another output, q_continue, that
+  predicts whether the answer will be right after more thinking steps. The network wants a slot to halt if
+  q_halt is greater than q_continue. The loss has a term for q_continue, whose target is computed from the
+  outputs of the next thinking step. With `arch.q_target=exact`, part 4 runs this next step additionally,
+  without gradient. With `deferred`, part 4 does so only for slots that halt. For any other slot, the next
+  training step computes the target and adds the term to its own loss (models/objective.py).
 - `arch.boards_per_slot` (2, 5), only LDT: If it is greater than 1, a slot has several puzzles, called boards.
   Each training step picks one board of each slot at random. Only this board changes, and only it can halt.
 - `curriculum` (2, 4): The data (dataset/plan.py) and the settings of the thinking step (training/schedule.py)
@@ -133,10 +136,12 @@ def train_step(
 
     Returns:
         The mean loss of a slot, the gradient norm before clipping, the sum of the stop requests, and
-        `averaged_steps`, the steps that the result covers (part 9 updates averages for them). The sum is
-        positive if a signal asked any rank to stop before its last micro-batch. All are equal on all ranks.
-        With local_steps > 1, the first three are None and `averaged_steps` is empty, except after a merge.
-        Then loss and norm are means over ranks and over the steps since the previous merge.
+        `averaged_steps`, the steps that the result covers (part 9 updates averages for them). The sum of the
+        stop requests is positive if a signal asked any rank to stop before its last micro-batch. All values
+        are equal on all ranks.
+        With local_steps > 1, a step without a merge returns no loss, norm and sum (None), and an empty
+        `averaged_steps`. After a merge, loss and norm are means over ranks and over the steps since the
+        previous merge.
     """
     state.step += 1
     network = state.model.network
@@ -159,8 +164,8 @@ def train_step(
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. A log row is computed from sums over ranks. For the norm, this sum must be the mean over
-    # ranks. So each rank adds its norm / number of ranks. Only with local_steps > 1, their norms differ.
+    # 10. Metrics. Each rank adds norm / number of ranks, because a log row sums over ranks and should contain
+    # the mean norm. The norms of the ranks differ only with local_steps > 1.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -205,7 +210,7 @@ def forward_and_backward(
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
             # `loss` is a sum over slots. `backward` gets it divided by the number of slots. If a term has
-            # another divisor d, `losses` multiplies the term by slots / d. So it is divided by d in the end.
+            # another divisor d, `losses` multiplies the term by slots / d, because slots / d / slots = 1 / d.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )

@@ -30,9 +30,10 @@ class Study:
     """All trials of a hyper-parameter search. Optuna stores them in a SQLite file.
 
     A trial is one combination of hyper-parameters, with its evaluations. Raises ValueError if the file cannot
-    be read, or contains another search of the same name.
+    be read, or if the stored search of this name has other settings.
 
-    run: Config of a training with one of the possible values of each hyper-parameter.
+    run: Config of one possible training of the search, from `Space.check`. Its other keys are compared with
+    those of the stored search.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
