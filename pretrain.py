@@ -10,7 +10,7 @@ From Python, in new processes:
     result.metrics["all"]["exact_accuracy"], result.folder
 
 `result.metrics` is {name of a test set: its metrics}. Most datasets have one test set, named "all". The test
-sets are those of `data_path`.
+sets are those of `data_path` (and of the stages of a `curriculum`).
 
 A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
 run_name, a launch continues from the newest undamaged checkpoint of the run. With resume=never, it ends with
@@ -83,15 +83,16 @@ def train(program: Program[PretrainConfig]) -> int:
     # the checkpoint that the config key `resume` names, the weights that the key `init_from` names.
     open_run_folder(config)
     checkpoints = CheckpointManager.of_run(config, data)
-    # With several ranks, the watchdog ends a run that hangs. Loading may take long, so pause the watchdog.
+    # With several ranks, the watchdog ends a run that hangs. Loading may take long. While the watchdog is
+    # paused, it sets no time limit, and only ends the run if a rank is lost.
     with program.watchdog.paused():
         # `is_logged`: whether metrics.jsonl contains the row of the loaded step. If not, `run_steps` logs the
         # row first, if the step has one. Example: an earlier launch saved the checkpoint, and then stopped
         # before it logged the row.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
     # Find test puzzles that are also training puzzles. If there are any, log a warning, or end the run with
-    # an error (config key `leaks`). `open_data` has compared the training puzzles of this run. Now compare
-    # these together with the training puzzles of the checkpoint that the run started from.
+    # an error (config key `leaks`). `open_data` has compared test puzzles with the training puzzles of this
+    # run. Now also compare them with those of the checkpoint that the run started from.
     training_puzzles = checkpoints.trained_at(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
@@ -119,7 +120,7 @@ def train(program: Program[PretrainConfig]) -> int:
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with {words_to_resume(config)}.")
     # With several machines, end torchrun on all of them, because the signal may have reached only one.
-    # Returns the exit status. With --nnodes MIN:MAX, it makes torchrun start the processes again.
+    # Exception: with --nnodes MIN:MAX, the returned exit status makes torchrun start the processes again.
     return end_torchrun()
 
 
@@ -145,8 +146,8 @@ def run_steps(
     # - checkpoints: Saves checkpoints, by default in the background. If the `with` block ends with an error,
     #   waits at most 60 s for the checkpoint that is being saved.
     # - monitor: Measures and logs the steps. `monitor.paused()` is for work other than training steps. It
-    #   stops the clock of the steps and the watchdog. On entry, it ends the run with an error if a loss or
-    #   gradient norm was not finite.
+    #   stops the clock of the steps and pauses the watchdog. On entry, it ends the run with an error if a
+    #   loss or gradient norm was not finite.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
     #   one. `is_agreed()` becomes True after the same step on all ranks, so that they stop together.
     #   A rank ends itself if it does not stop in time (distributed/signals.py).
@@ -217,8 +218,8 @@ def run_steps(
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. So the ranks sum
             # their stop requests in every step (with local_steps, in every merge). If the sum is positive,
-            # `is_agreed()` becomes True on all ranks. On CUDA, this happens one sum later, because the host
-            # does not wait for the result.
+            # `is_agreed()` becomes True on all ranks. On CUDA, this happens after the next such sum, because
+            # the host does not wait for the result.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
@@ -249,8 +250,8 @@ class Trained(NamedTuple):
 
     Attributes:
         folder: Run folder.
-        metrics: Metrics of the test sets of `data_path` in the last evaluation: {test set: {metric: value}}.
-            Those of other sets, such as `test_data_path`, are in `rows`.
+        metrics: Metrics of the last evaluation, {test set: {metric: value}}, for the test sets of the
+            training folders. Those of other sets, such as `test_data_path`, are in `rows`.
         rows: All rows of metrics.jsonl, the log of the run. Each is {"step": step, metric: value, ...}.
     """
 

@@ -344,7 +344,7 @@ class PretrainConfig(MachineConfig):
     def folder_key(self) -> str:
         """Returns the key that chooses the run folder: "run_name", or "checkpoint_path" if it was set."""
         usual = Path("checkpoints", str(self.project_name), str(self.run_name))
-        return "run_name" if Path(self.checkpoint_path) == usual else "checkpoint_path"
+        return "run_name" if Path(self.checkpoint_path or usual) == usual else "checkpoint_path"
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:

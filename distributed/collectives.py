@@ -144,8 +144,8 @@ class Ranks:
 
         One collective sends all ranges if three conditions hold, where L is the length of the first range:
         range r starts at r * L (or is empty), no range is longer than L, and `full` has at least L elements
-        for each rank. It also overwrites the elements between a shorter range and the next multiple of L. In
-        all other cases, one broadcast sends each range that is not empty.
+        for each rank. Then rank r sends the L elements from r * L on, also those outside of its range. In all
+        other cases, one broadcast sends each range that is not empty.
 
         full: Tensor [n] to fill in place. ranges: One range for each rank, disjoint. All ranks pass the same
         ranges.

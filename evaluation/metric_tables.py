@@ -165,9 +165,9 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Converts the content of scaling.json to {test set: {metric: value}}.
 
     Example of a metric: "exact_accuracy@steps=64,samples=8". This is the accuracy with at most 64 thinking
-    steps and 8 samples of each puzzle, if the first selection rule selects the sample that answers. For every
-    other rule, the name ends with the rule, such as ",select=vote". With the prefix "any_", a puzzle counts
-    as solved if any sample is right.
+    steps and 8 samples of each puzzle, of which the first rule in the file selects one. For any other rule,
+    its name is appended, such as ",select=vote". With the prefix "any_", a puzzle counts as solved if any
+    sample is right.
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():
@@ -227,7 +227,11 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(metric: str) -> bool:
-    """Returns whether a metric describes the test puzzles, such as "count", rather than the answers."""
+    """Returns whether a metric does not rate the answers.
+
+    These are metrics whose name ends in "count", such as "count" (number of puzzles), and "test_inputs",
+    "votes", "samples", "trained_on" and "trained_on_rate".
+    """
     name = metric.rpartition("/")[2]
     others = ("test_inputs", "votes", "samples", "trained_on", "trained_on_rate")
     return name.endswith("count") or name in others

@@ -179,8 +179,9 @@ class Scores:
         puzzle, int64 [puzzles]. -1 means that a search model has no answer.
 
         attempts: Output for all samples of the puzzles, [puzzles * samples, ...], ordered by puzzle.
-        runs_all: Whether all samples of a search run to their end. If False, they stop together with the
-        first sample that halts, and later thinking steps are not counted.
+        runs_all: Whether all samples of a search have run to their end. Then "calls" contains all of their
+        steps. If False, or if the model is no search, "calls" of the rule first_to_halt contains only the
+        steps up to the first sample that halted.
         """
         num_samples = self.settings.samples[-1]
 

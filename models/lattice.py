@@ -40,7 +40,8 @@ What happens to the board after its move:
     none                            stays, with a guess               stays, with a guess
 
 In training, a board also leaves after arch.halt_max_steps moves. If a board leaves, the slot starts on a new
-puzzle. Training uses `target` for the loss, and to know which boards are lost. An evaluation does not use it.
+puzzle. Training uses `target` for the loss, for some guesses (`arch.true_pin_prob`), and to know which boards
+are lost. An evaluation does not use it.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def move(
         arch, reasoning: Thresholds, and the rules for guesses.
         rng: Random numbers of the boards.
         in_search: True in an evaluation. Then the threshold of contradictions is eval_conflict_threshold, and
-            no guess reads the solution.
+            no guess reads the solution. In training, some guesses are the right value (`arch.true_pin_prob`).
     """
     state = with_target(state)
     # 1. Remove candidates.

@@ -40,7 +40,8 @@ class Rung:
 
         Example: [["-m", "dataset.build", "sudoku", ..., "--output-dir", "<folder>/data"]].
 
-        source: Path of external data. If None, `public`.
+        source: Path of external data, which replaces {source} in the arguments of the builder. If None, the
+        field `public` of the rung replaces it.
         """
         commands = []
         for folder_name, builder in (("data", self.builder), ("more_data", self.also)):

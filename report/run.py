@@ -230,14 +230,14 @@ def _read_evaluation(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
     """Reads the newest results of evaluate.py in a run folder.
 
-    Returns (content of metrics.json, content of scaling.json). If metrics.json is missing, the first is {}.
-    If scaling.json is missing or damaged, the second is None. Problems with metrics.json are appended to
-    `warnings`.
+    Returns (content of metrics.json, content of scaling.json). If metrics.json is missing or damaged, the
+    first is {}. If scaling.json is missing or damaged, the second is None. Problems with metrics.json are
+    appended to `warnings`.
 
-    evaluation: Folder of the result files. If None, all folders in evaluation/ of the run are searched.
-    There, metrics.json is skipped if it was computed with other options than the defaults. It is also skipped
-    if it is older than the log and the log has an evaluation of a later training step.
-    rows: Records of the log.
+    folder: Run folder. evaluation: Folder of the result files. If None, all folders in evaluation/ of the run
+    that contain metrics.json are searched, and the newest result counts. There, metrics.json is skipped if it
+    was computed with other options than the defaults. It is also skipped if it is older than the log and the
+    log has an evaluation of a later training step. rows: Records of the log.
     """
     last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)
     logged = (folder / METRICS_FILE).stat().st_mtime if last else 0.0

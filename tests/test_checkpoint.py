@@ -231,6 +231,7 @@ def test_the_advice_names_the_key_that_chooses_the_folder(monkeypatch, tmp_path)
         assert words_to_resume(config) == f"{words} resume=auto"
         with pytest.raises(ValueError, match=f"Choose another {key}, or set resume=auto"):
             choose_checkpoint(run, config)
+    assert tiny_config(run_name="a", checkpoint_path=None).folder_key == "run_name", "before a run has a name"
 
 
 @pytest.mark.parametrize("ending", [".corrupt", ".corrupt-2"])

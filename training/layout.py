@@ -42,8 +42,8 @@ def check_layout(config: PretrainConfig, world_size: int) -> None:
 
     Also raises ValueError if the degrees of parallelism do not divide `world_size`, the number of processes.
 
-    Exception: micro-batches may be uneven, and an uneven division among processes causes only a warning, if
-    torchrun may change the number of nodes (--nnodes MIN:MAX), local_steps is 1, and there is no pipeline.
+    Exception: if torchrun may change the number of nodes (--nnodes MIN:MAX), local_steps is 1, and there is
+    no pipeline, nothing is refused because it is uneven. An uneven division among processes causes a warning.
     """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])

@@ -25,15 +25,13 @@ A training step has ten parts. The comments in the code have the same numbers.
     gradient flows into an earlier training step.
  6. Sum over ranks: the gradients, the loss, and the stop requests. The stop request of a rank is 1 if a
     signal such as Ctrl-C has asked this rank to stop. Otherwise, it is 0. No sum contains the same slots
-    twice: if ranks have the same slots (tensor parallelism, see below), each of them takes part in another
-    sum.
+    twice: if ranks have the same slots (tensor parallelism, see below), they take part in different sums.
  7. If `grad_clip_norm` is set, clip the gradients of the dense weights. The optimizer updates the dense
     weights. Sign SGD with weight decay updates the puzzle embeddings of the puzzles in the slots.
  8. If the forward pass reads copies of the updated weights, update the copies. For example, blocks that
     compute in bfloat16 read copies in bfloat16, except with sync=ddp.
- 9. If `ema` is set, update the moving averages of the dense weights. Each rank has a part of them. The
-    averages of puzzle embeddings are updated in part 7, before an embedding changes, or when they are read
-    (`RowAverage` in optimizers/average.py).
+ 9. If `ema` is set, update the moving averages of the dense weights. (The average of a puzzle embedding is
+    updated before the embedding changes, in part 7 or in a merge: `RowAverage` in optimizers/average.py.)
 10. Add the metrics of this rank to the sums for the next log row.
 
 The following config keys change some of these parts, which are named in parentheses.
@@ -45,13 +43,13 @@ The following config keys change some of these parts, which are named in parenth
     parallelism, part 6 sends them.
 - `data_parallel_shard_degree` (7, 8): The number of ranks in a shard group. The ranks of a shard group divide
   the update of the dense weights, and exchange the updated weights in part 8 (ZeRO-1, distributed/flat.py).
-  1: Every rank updates all of its weights. -1: The group is as large as possible. auto: -1 with sums in
-  shared memory, otherwise 1. A shard group divides only the weights of the blocks, and every rank updates all
-  other weights, (a) with a pipeline or tensor parallelism, (b) if the blocks compute in bfloat16 and sync is
-  not ddp.
+  - 1: Every rank updates all of its weights. -1: The group is as large as possible. `auto`: -1 with sums in
+    shared memory, otherwise 1.
+  - With a pipeline or tensor parallelism, or if the blocks compute in bfloat16 and sync is not ddp: A shard
+    group divides only the weights of the blocks. Every rank updates all other weights.
 - `sync_dtype` (4, 6, 8): The dtype in which ranks send the gradients of the dense weights, the loss and the
-  stop requests. With `local_steps`, the dtype in which a merge sends the changes of these weights, losses,
-  norms and stop requests.
+  stop requests. With `local_steps`, the dtype in which a merge sends losses, norms, stop requests, and the
+  changes of the dense weights.
 - `local_steps=n` (3, 4, 6 to 9), if n > 1: Each rank trains alone. Parts 3 and 4 use only this rank's counts,
   such as its number of slots. Parts 4 and 6 send no gradients. Part 7 clips by the norm of this rank's
   gradients. After every n-th step, and after the last step of the run, part 8 merges:
@@ -59,7 +57,8 @@ The following config keys change some of these parts, which are named in parenth
     see `LocalSteps` in training/strategy.py). Each rank keeps its own optimizer state.
   - A puzzle embedding becomes the mean over the ranks that changed it.
   - The ranks exchange losses, norms and stop requests.
-  - Part 9 updates the averages only after a merge.
+
+  Part 9 updates the averages of dense weights only after a merge.
 - `puzzle_emb_sharding=rows` (3, 6, 7): Each puzzle embedding is stored on one rank (with tensor parallelism,
   on all ranks of one tensor group). Part 3 fetches the embeddings of the puzzles in the slots. Part 6 sends
   gradients to the ranks that store the embeddings (optimizers/puzzle_table.py).
@@ -72,9 +71,9 @@ The following config keys change some of these parts, which are named in parenth
   gradients of activations in the backward pass (distributed/tensor.py). Part 6 does not sum over a tensor
   group. But a signal may reach only one of its ranks, so part 8 sums the stop requests over the group.
 - With a pipeline or tensor parallelism, part 6 sums the gradients of a block only over ranks with the same
-  weights of this block. Part 7 sums squared norms over the ranks that together have all blocks, so that every
-  rank clips by the norm of the whole model.
-- `arch.no_ACT_continue=false` (4), the default of HRM: The network has another output, q_continue, that
+  weights of this block (`Mesh.replicas`). Part 7 sums squared norms over the ranks that together have all
+  blocks (`Mesh.holders`), so that every rank clips by the norm of the whole model.
+- `arch.no_ACT_continue=false` (4), the default of HRM: The network learns another output, q_continue, that
   predicts whether the answer will be right after more thinking steps. The network wants a slot to halt if
   q_halt is greater than q_continue. The loss has a term for q_continue, whose target is computed from the
   outputs of the next thinking step. With `arch.q_target=exact`, part 4 runs this next step additionally,
@@ -210,7 +209,7 @@ def forward_and_backward(
             # `strategy.model` is `state.model`, or the DistributedDataParallel that wraps it.
             output = strategy.model(before, reasoning, local_rng)
             # `loss` is a sum over slots. `backward` gets it divided by the number of slots. If a term has
-            # another divisor d, `losses` multiplies the term by slots / d, because slots / d / slots = 1 / d.
+            # another divisor d, `losses` multiplies the term by slots / d. So the result is term / d.
             loss, new_sums = network.objective.losses(
                 network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
@@ -245,8 +244,8 @@ def update(
     # 8. Update the copies of the weights that the next forward pass reads. With local_steps > 1, merge.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `averaged_steps` contains only this step. With local_steps > 1, it contains all steps
-    # since the previous merge if this step has a merge. Otherwise it is empty.
+    # 9. Moving average. With local_steps=1, `averaged_steps` contains only this step. With local_steps > 1,
+    # it contains all steps since the previous merge if this step has a merge. Otherwise it is empty.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 

@@ -40,10 +40,10 @@ class GridText(NamedTuple):
 
 
 def in_symbols(*texts: str, num_cells: int) -> list[str]:
-    """Rewrites Sudoku grids with one character for each cell.
+    """Converts each Sudoku grid to a text with one character for each cell.
 
-    The digits become 1 to 9, then A to P. An empty cell becomes ".". Example: the digits 0 to F of a 16x16
-    grid become 1 to G. Unknown characters stay.
+    Letters become upper case. The digits become 1 to 9, then A to P. An empty cell becomes ".". Example: the
+    digits 0 to F of a 16x16 grid become 1 to G. Unknown characters stay.
 
     texts: Grids with the same notation, such as a puzzle and its answer.
     """
