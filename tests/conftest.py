@@ -66,7 +66,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests send, and nohup lets
 
 @pytest.fixture(autouse=True)
 def no_plugins(monkeypatch):
-    """Forgets the plugins that a test has imported, at the end of the test."""
+    """Forgets the plugins that a test has imported, with their families of transforms, at its end."""
+    from dataset.augmentations import AUGMENTATIONS
     from runtime import plugins
 
     monkeypatch.setattr(plugins, "_loaded", {})
@@ -76,6 +77,9 @@ def no_plugins(monkeypatch):
     if len(sys.modules) > before:
         for name in [name for name in sys.modules if name.startswith("plugin_")]:
             del sys.modules[name]
+        for name, family in list(AUGMENTATIONS.items()):
+            if any(getattr(part, "__module__", "").startswith("plugin_") for part in family):
+                del AUGMENTATIONS[name]
 
 
 @pytest.fixture(scope="session", autouse=True)
