@@ -181,7 +181,8 @@ def newest_intact(folders: list[Path], *, renames_damaged: bool, advice: str) ->
     """Verifies checkpoints, and returns the newest one that is not damaged. None if `folders` is empty.
 
     Warns of each damaged checkpoint that is newer than the returned one. Raises ValueError if all are
-    damaged, so that the user decides whether to train again from step 0.
+    damaged, so that the user decides whether to train again from step 0. Also raises ValueError if a file of
+    the newest one cannot be read, for example without the permission.
 
     folders: Checkpoint folders of one run, newest last.
     renames_damaged: Whether to rename the newer damaged checkpoints to <name>.corrupt. Pass True only if the

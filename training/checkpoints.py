@@ -2,7 +2,7 @@
 
 The order of the calls in the life of a checkpoint is:
 
-A save, after each step for which a checkpoint is due:
+A save, after each step for which a checkpoint is due, and at the end of a launch:
 
 1. pretrain.py: `run_steps` calls `CheckpointManager.save` (this file).
 2. On rank 0, `save` creates the contents of state.json (with the step and the metric sums of each rank), of
@@ -225,8 +225,8 @@ class CheckpointManager:
 
         If `resume` selects no checkpoint and the key `init_from` is set, loads only the weights of the
         checkpoint that `init_from` names. Removes rows of later steps from metrics.jsonl, and writes
-        config.yaml and identities.npz into the run folder. Ends all ranks with a message if the checkpoint
-        does not match this run.
+        config.yaml (in a new run also identities.npz, if needed) into the run folder. Ends all ranks with a
+        message if the checkpoint does not match this run.
 
         Args:
             state: State of step 0.

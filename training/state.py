@@ -91,8 +91,9 @@ class TrainState:
             "weights": self.model.network.state_dict()
             | self.weights.tensors()
             | self._mark_copies(self.table.tensors()),
-            # {"<moment>.<weight>": value}, full if the rank updates the full weight. With adam_atan2, the
-            # moments are "first_moment" and "second_moment", and its number of steps is `self.step`.
+            # {"<moment>.<weight>": value}, full unless a shard group divides the updates of the weight. With
+            # adam_atan2, the moments are "first_moment" and "second_moment", and its number of steps is
+            # `self.step`.
             "optimizer": self.weights.moments(),
             # {weight: momentum of the merges} with `local_steps` and `outer_momentum`, otherwise {}.
             "outer_optimizer": self.strategy.tensors(),
@@ -110,8 +111,8 @@ class TrainState:
         """Returns weights for evaluation, to be saved in a checkpoint: {"ema_weights": {name: average}}.
 
         A weight without an average is included unchanged. For puzzle embeddings, the average after this step
-        is computed. With several ranks, the averages are shards. Returns {} without EMA. A run that resumes
-        does not read these weights.
+        is computed. The averages are divided among ranks like those of the section "ema_state". Returns {}
+        without EMA. A run that resumes does not read these weights.
         """
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
