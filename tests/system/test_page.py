@@ -233,7 +233,7 @@ def test_only_a_maze_has_the_buttons_wall_start_and_goal(visit, page, tmp_path):
     facts = json.loads((copy / "run" / "page.json").read_text()) | {"groups": None}
     for kind, symbols, words in (
         ("maze", ["", "#", "", "S", "G", "*"], ["wall", "start", "goal"]),
-        ("coloring", ["", "", *"#RGB"], ["", "", "", ""]),
+        ("coloring", ["", "", *"#RGB"], ["", "", "", "", "×"]),  # four colors, and an empty cell
     ):
         colors = ["#3f9d6b" if symbol else None for symbol in symbols]
         facts |= {"kind": kind, "symbols": symbols, "colors": colors}
