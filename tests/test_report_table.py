@@ -1,4 +1,4 @@
-"""The tables of a report: which runs are a group, which columns a table has, and its file formats."""
+"""Runs side by side in a report: which are a group, their table and its file formats, their mean curves."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from config.schema import PretrainConfig
 from evaluation.intervals import wilson_interval
+from report.compare import comparison_charts
 from report.run import RunRecord, read_run
 from report.table import _OF_OUTPUT, Table, build_table, group_runs, without_repeats
 from tests.report_runs import write_run
@@ -95,3 +96,18 @@ def test_the_table_has_the_accuracy_of_puzzles_that_were_not_trained_on(sudoku_f
     run.rows[-1].update({"eval/all/trained_on": 30, "eval/all/unseen/exact_accuracy": 0.1, **clean})
     (record,) = build_table(group_runs([run])).records
     assert (record["trained on"], record["unseen"]) == (30, pytest.approx(0.3))
+
+
+def test_a_mean_of_seeds_is_over_steps_that_all_have_logged():
+    """A run that max_steps ended and another command continued has a row more."""
+    of_seeds, runs = {0: (10, 20), 1: (10, 15, 20)}, []
+    for seed, steps in of_seeds.items():
+        rows = [{"step": step, "eval/all/exact_accuracy": step / 40 + seed / 10} for step in steps]
+        runs.append(RunRecord(Path(f"r{seed}"), {"seed": seed}, rows, [], {}, {}, None, None, []))
+    (chart,) = comparison_charts(group_runs(runs), "training steps")
+    (name,) = [name for name, _ in chart.legend]
+    means = [text for *_, text in chart.points if text.startswith(f"{name} ")]
+    assert [text.removeprefix(f"{name} ") for text in means] == [
+        "0.300 at 10 training steps",
+        "0.550 at 20 training steps",
+    ]
