@@ -100,7 +100,7 @@ def test_the_table_has_the_accuracy_of_puzzles_that_were_not_trained_on(sudoku_f
 
 def test_a_mean_of_seeds_is_over_steps_that_all_have_logged():
     """A run that max_steps ended and another command continued has a row more."""
-    of_seeds, runs = {0: (10, 20), 1: (10, 15, 20)}, []
+    of_seeds, runs = {0: (10, 15, 20), 1: (10, 20)}, []
     for seed, steps in of_seeds.items():
         rows = [{"step": step, "eval/all/exact_accuracy": step / 40 + seed / 10} for step in steps]
         runs.append(RunRecord(Path(f"r{seed}"), {"seed": seed}, rows, [], {}, {}, None, None, []))
