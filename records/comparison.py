@@ -2,15 +2,16 @@
 
     python -m records.comparison --folder checkpoints/comparison
 
-For each model, the program tunes the learning rate, trains several seeds, and evaluates them, also with more
-thinking steps or samples per puzzle. records/comparison.yaml lists models and trainings. The folder keeps
-data and runs, so the same command continues after an interruption. After each training, the program writes
-comparison.json, README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on
-another machine, copy only this file, for example from records/comparison/. If records/comparison.yaml has a
-new learning rate, the program tries it too. If the new one is better, the program deletes the results of the
-model with the old one. If another setting of a model has changed, the program refuses the folder. All
-trainings and evaluations have the same number format (bfloat16 or float32): that of comparison.json, else
-that of --dtype, else the fast one on the machine of the first training.
+For each model, the program trains several seeds and evaluates them, also with more thinking steps or samples
+per puzzle. records/comparison.yaml lists models and trainings. If it lists several learning rates for a
+model, the program first chooses the best one. The folder keeps data and runs, so the same command continues
+after an interruption. After each training, the program writes comparison.json, README.md and comparison.svg.
+It skips trainings that are in comparison.json. To continue on another machine, copy only this file, for
+example from records/comparison/. If records/comparison.yaml has a new learning rate, the program tries it
+too. If the new one is better, the program deletes the results of the model with the old one. If another
+setting of a model has changed, the program refuses the folder. All trainings and evaluations have the same
+number format (bfloat16 or float32): that of comparison.json, else that of --dtype, else the fast one on the
+machine of the first training.
 """
 
 import runtime.environment  # noqa: F401
@@ -125,13 +126,15 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
     rates = {}
     for model_name, model in plan["models"].items():
         rows = tuned.setdefault(model_name, [])
+        is_tuned = len(model["rates"]) > 1
         for lr in model["rates"]:
-            if lr not in (row["lr"] for row in rows):
+            if is_tuned and lr not in (row["lr"] for row in rows):
                 rows.append(tune(plan, model_name, lr, folder, forward_dtype=chosen))
                 content |= today
                 write_results(plan, content, folder)
                 print(f"{model_name}: {rows[-1]}", flush=True)
-        rates[model_name] = max(rows, key=lambda row: (row["exact_accuracy"], row["accuracy"]))["lr"]
+        best = max(rows, key=lambda row: (row["exact_accuracy"], row["accuracy"]), default=None)
+        rates[model_name] = best["lr"] if best else model["rates"][0]
         results[:] = [row for row in results if row["model"] != model_name or row["lr"] == rates[model_name]]
         write_results(plan, content, folder)
     for training in plan["trainings"]:

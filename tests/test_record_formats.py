@@ -67,6 +67,8 @@ def test_a_better_learning_rate_replaces_the_results_of_the_old_one(tmp_path, mo
     (tmp_path / "comparison.json").write_text(json.dumps(content | {"results": rows, "tuning": {}}))
     comparison.compare(plan, tmp_path)
     after = json.loads((tmp_path / "comparison.json").read_text())
+    assert [row["lr"] for row in after["tuning"]["TRM"]] == [0.003, 0.006]
+    assert after["tuning"]["HRM"] == []  # it has only one rate
     assert [(row["model"], row["lr"]) for row in after["results"]] == [("TRM", 0.003), ("HRM", 0.0003)]
 
 
@@ -76,6 +78,7 @@ def test_an_interrupted_comparison_keeps_each_rate_and_has_the_first_seed_of_all
     plan = read_yaml(REPOSITORY / "records/comparison.yaml")
     plan["models"] = {name: plan["models"][name] for name in ("TRM", "HRM")}
     plan["trainings"] = [{"rung": "demo", "petaflops": 0.3, "seeds": [0, 1]}]
+    plan["models"]["HRM"]["rates"] = [0.0003, 0.001]
     row = json.loads((REPOSITORY / "records/comparison/comparison.json").read_text())["results"][0]
 
     def tune_one(plan, model_name, lr, folder, **options):
