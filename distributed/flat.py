@@ -10,8 +10,8 @@ Every parameter starts at a multiple of 16 and of the number of ranks. The gaps 
 With ZeRO-1 (arXiv 1910.02054), a group of ranks (shard group) divides the optimizer's work. Each rank
 updates its shard of the flat tensor. An all-gather then sends the new weights to the other ranks.
 
-In mixed precision (arXiv 1710.03740), only some parameters are sharded. The forward pass reads the sharded
-parameters in `compute_dtype`, and a rank has float32 master weights only for its shard. All other parameters
+In mixed precision (arXiv 1710.03740), the forward pass reads some parameters in `compute_dtype`. Only these
+cast parameters are sharded, and a rank has float32 master weights only for its shard. All other parameters
 stay float32, and every rank updates all of them. Without mixed precision, all parameters are sharded.
 """
 
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from distributed.collectives import ALONE, Ranks
-from distributed.shards import Shard, Span, Tensors, tensor_of
+from distributed.scalars import Scalars
+from distributed.shards import Shard, ShardBuffers, Span, Tensors, tensor_of
 from distributed.shared_memory import SharedTensors, open_shared_tensors
 from distributed.tensor import Cut
 
@@ -33,61 +34,6 @@ _ALIGNMENT = 16  # elements: every parameter starts at a multiple, for vectorize
 # another alignment, results would depend on the number of ranks.
 _SHARD_ALIGNMENT = 1024
 _FIRST_BUCKET_BYTES = 2**20  # a small bucket, so that the first message is sent early
-
-
-class Scalars:
-    """Numbers of each rank, such as the loss, that are summed over ranks together with the gradients.
-
-    With local_steps > 1, they are summed together with the changes of the weights.
-
-    Attributes:
-        values: Tensor [names, ranks]. Each rank writes only to its own column, and the other columns are 0.
-            The sum over ranks then contains the numbers of every rank.
-        is_closed: Whether `add` is forbidden, because the numbers may already be sent.
-    """
-
-    def __init__(self, names: Sequence[str], values: Tensor, ranks: Ranks):
-        self._names, self.values, self._ranks, self.is_closed = tuple(names), values, ranks, False
-
-    def add(self, **numbers: float | Tensor) -> None:
-        """Adds values to this rank's named sums. Example: `add(loss=0.5)` adds 0.5 to the sum "loss".
-
-        The sums are sent with the gradients. If gradients are sent as bfloat16 (config key sync_dtype), the
-        sums are rounded to bfloat16 when they are sent.
-        """
-        assert not self.is_closed, f"{', '.join(numbers)}: too late, the scalars may already be sent"
-        for name, number in numbers.items():
-            self.values[self._names.index(name), self._ranks.index] += number
-
-    def pop(self) -> dict[str, Tensor]:
-        """Returns {name: value of every rank, [ranks]}, and resets the values to 0.
-
-        Call it after the sum over ranks. Before that, the values of other ranks are 0.
-        """
-        values = self.values.clone()
-        self.values.zero_()
-        return dict(zip(self._names, values, strict=True))
-
-
-class ShardBuffers:
-    """Values for some ranges of positions in a flat tensor that contains all parameters.
-
-    Example: the optimizer state of the weights that this rank updates.
-
-    Args:
-        ranges: Ranges of positions in the flat tensor, in ascending order and disjoint.
-        buffers: One tensor for each range, [length of the range].
-    """
-
-    def __init__(self, ranges: Sequence[slice], buffers: Sequence[Tensor]):
-        self.ranges, self.buffers = tuple(ranges), tuple(buffers)
-
-    def at(self, part: slice) -> Tensor:
-        """Returns a view of the values at the positions `part`, which must lie within one of `ranges`."""
-        for buffer_range, buffer in zip(self.ranges, self.buffers, strict=True):
-            if buffer_range.start <= part.start and part.stop <= buffer_range.stop:
-                return buffer[part.start - buffer_range.start : part.stop - buffer_range.start]
-        raise AssertionError(f"{part} is not inside one of the ranges {self.ranges}")
 
 
 class FlatParameters:
@@ -124,10 +70,9 @@ class FlatParameters:
         undecayed: Names of parameters without weight decay. Names that are not in `named_parameters` are
             ignored.
         unsplit: Names of matrices that must not be divided among ranks, because of their optimizer.
-        sharded: Names of parameters to shard in mixed precision. All other parameters stay float32, and every
-            rank updates them. Without mixed precision, the names are ignored, and all parameters are sharded.
-        compute_dtype: Dtype of the sharded parameters in the forward pass. If it differs from their present
-            dtype, this is mixed precision. If None, their dtype does not change.
+        cast: In mixed precision, the names of the parameters that the forward pass reads in `compute_dtype`.
+            Without mixed precision, empty.
+        compute_dtype: Dtype of the parameters `cast` in the forward pass. Required if `cast` is not empty.
         is_part: Whether other ranks hold other parameters of the model (pipeline or tensor parallel).
         cuts: With tensor parallelism, {name of a parameter: `Cut`}. The parameter is only a part of the
             model's weight, and the `Cut` describes which part.
@@ -143,7 +88,7 @@ class FlatParameters:
         in_shared_memory: bool = False,
         undecayed: Collection[str] = (),
         unsplit: Collection[str] = (),
-        sharded: Collection[str] = (),
+        cast: Collection[str] = (),
         compute_dtype: torch.dtype | None = None,
         is_part: bool = False,
         cuts: Mapping[str, Cut] | None = None,
@@ -174,7 +119,8 @@ class FlatParameters:
             shared = open_shared_tensors(size, dtype, ranks) if in_shared_memory else None
             return shared, first.new_zeros(size, dtype=dtype) if shared is None else shared.local
 
-        dtype = compute_dtype or first.dtype
+        dtype = compute_dtype if cast else first.dtype
+        assert dtype is not None, "parameters to cast need a compute_dtype"
         self.messages_of_ranks, self.message = zeros(num_gradients + num_behind, first.dtype)
         length = -(-self.size // (_SHARD_ALIGNMENT * ranks.size)) * _SHARD_ALIGNMENT * ranks.size
         self.weights_of_ranks, self._padded = zeros(length, dtype)
@@ -185,10 +131,11 @@ class FlatParameters:
 
         if shard_group is None:
             shard_group = ALONE if self.weights_of_ranks is None else ranks
-        self.shard_group, self.is_mixed = shard_group, dtype != first.dtype
+        self.shard_group, self.is_mixed = shard_group, bool(cast)
         self.update_shards = self._cut()
         self.shard = self.update_shards[shard_group.index]
-        self._sharded = {*sharded} & self._ranges.keys() if self.is_mixed else {*self._ranges}
+        self._cast = {*cast} & self._ranges.keys()
+        self._sharded = self._cast if self.is_mixed else {*self._ranges}
         self._updated_ranges = self.around(self.shard)  # the ranges that this rank updates
         if self.is_mixed:
             self.master_weights = self.zeros(self._updated_ranges)
@@ -210,7 +157,7 @@ class FlatParameters:
         owned = self.shards(self.master_weights, self.shard)
         for name, part in owned.items():
             parameter, tensor = self.parameters[name], tensor_of(part)
-            if self.is_mixed and name in self._sharded:
+            if name in self._cast:
                 parameter.grad_dtype = self.message.dtype
             elif isinstance(part, Tensor):
                 owned[name] = parameter
@@ -251,11 +198,6 @@ class FlatParameters:
     def check_gradients(self) -> None:
         for name, view in self.gradient_views.items():
             assert self.parameters[name].grad is (None if name in self._cast else view)
-
-    @property
-    def _cast(self) -> set[str]:
-        # Parameters that have another dtype than the gradients.
-        return self._sharded if self.is_mixed else set()
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Splits a flat tensor into one view for each parameter: {name: view}.

@@ -1,6 +1,7 @@
 """Shards: descriptions of the part of a tensor that this rank holds."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,27 @@ class Shard(NamedTuple):
     shape: tuple[int, ...]
     is_by_rank: bool = False
     is_copy: bool = False
+
+
+class ShardBuffers:
+    """Values for some ranges of positions in a flat tensor that contains all parameters.
+
+    Example: the optimizer state of the weights that this rank updates.
+
+    Args:
+        ranges: Ranges of positions in the flat tensor, in ascending order and disjoint.
+        buffers: One tensor for each range, [length of the range].
+    """
+
+    def __init__(self, ranges: Sequence[slice], buffers: Sequence[Tensor]):
+        self.ranges, self.buffers = tuple(ranges), tuple(buffers)
+
+    def at(self, part: slice) -> Tensor:
+        """Returns a view of the values at the positions `part`, which must lie within one of `ranges`."""
+        for buffer_range, buffer in zip(self.ranges, self.buffers, strict=True):
+            if buffer_range.start <= part.start and part.stop <= buffer_range.stop:
+                return buffer[part.start - buffer_range.start : part.stop - buffer_range.start]
+        raise AssertionError(f"{part} is not inside one of the ranges {self.ranges}")
 
 
 # Tensors of a run's state by name. A `Tensor` is the full tensor. Each part of the state has a method that

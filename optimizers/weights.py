@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from config.schema import PretrainConfig, find_optimizer
 from distributed.collectives import ALONE, Ranks
-from distributed.flat import FlatParameters, Scalars
+from distributed.flat import FlatParameters
 from distributed.mesh import Mesh
+from distributed.scalars import Scalars
 from distributed.shards import Shard, Span, Tensors, part_of_whole, shard_of_own, tensor_of
 from distributed.tensor import Cut
 from optimizers.rules.adam_atan2 import AdamATan2
@@ -178,9 +179,9 @@ def build_flats(
     of_blocks = {
         "shard_group": mesh.shard_group,
         "unsplit": matrices if config.optimizer == "muon" else (),
-        "sharded": blocks,
         # DistributedDataParallel needs gradients in the dtype of the parameters.
-        "compute_dtype": None if config.sync == "ddp" else network.dtype,
+        "cast": blocks if network.dtype != torch.float32 and config.sync != "ddp" else (),
+        "compute_dtype": network.dtype,
         "undecayed": network.undecayed,
     }
     if not mesh.is_plain:

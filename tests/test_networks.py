@@ -101,7 +101,7 @@ def test_blocks_that_are_cast_beforehand_have_the_bits_of_a_cast_for_every_use(n
         flat = FlatParameters(
             model.network.named_parameters(),
             ranks=all_ranks(),
-            sharded=block_weights(model.network) if is_cast else (),
+            cast=block_weights(model.network) if is_cast else (),
             compute_dtype=torch.bfloat16,
         )
         dtypes = {each.dtype for key, each in flat.parameters.items() if key in block_weights(model.network)}

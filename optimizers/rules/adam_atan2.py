@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.flat import FlatParameters, ShardBuffers
-from distributed.shards import tensor_of
+from distributed.flat import FlatParameters
+from distributed.shards import ShardBuffers, tensor_of
 
 _MOMENTS = ("first_moment", "second_moment")
 _CHUNK = 2**17  # elements: about 4 MB with gradients, moments and intermediates; this fits into a CPU's cache
