@@ -13,10 +13,11 @@ From Python, in new processes:
 sets are those of `data_path` (and of the stages of a `curriculum`).
 
 A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
-run_name, a launch continues from the newest undamaged checkpoint of the run. With resume=never, it ends with
-an error instead.
+run_name, a launch continues from the newest undamaged checkpoint of the run. With resume=never, a launch ends
+with an error if the run already has a checkpoint.
 
-Every process of a launch is one rank, and calls `main`. training/step.py contains the training step.
+Every process of a launch is one rank, and calls `main`. training/step.py contains the training step. Each
+rank trains some positions of the batch, called slots.
 """
 
 import contextlib
@@ -75,31 +76,29 @@ def train(program: Program[PretrainConfig]) -> int:
     # and `end_step` the last step of this launch (config key `max_steps`).
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    # Build the state of step 0: weights, optimizer state, and empty slots (positions of the batch). The first
-    # training step puts puzzles into the slots.
+    # Build the state of step 0: weights, optimizer state, and slots without puzzles.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Overwrite the state of step 0 with the first of these that applies: the newest checkpoint of the run,
-    # the checkpoint that the config key `resume` names, the weights that the key `init_from` names.
     open_run_folder(config)
     checkpoints = CheckpointManager.of_run(config, data)
-    # With several ranks, the watchdog ends a run that hangs. Loading may take long. While the watchdog is
-    # paused, it sets no time limit, and only ends the run if a rank is lost.
+    # With several ranks, the watchdog ends a run if a rank is lost or if a step takes too long. While it is
+    # paused, there is no time limit, because loading may take long.
     with program.watchdog.paused():
-        # `is_logged`: whether metrics.jsonl contains the row of the loaded step. If not, `run_steps` logs the
-        # row first, if the step has one. Example: an earlier launch saved the checkpoint, and then stopped
-        # before it logged the row.
+        # Load, if it exists, the newest checkpoint of the run. Otherwise, load the checkpoint that the config
+        # key `resume` names, or else the weights that the key `init_from` names. If none is named, the state
+        # of step 0 stays.
+        # An earlier launch may have stopped after it saved the loaded checkpoint, and before it logged the
+        # row of this step. Then `is_logged` is False, and `run_steps` logs the row first.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find test puzzles that are also training puzzles. If there are any, log a warning, or end the run with
-    # an error (config key `leaks`). `open_data` has compared test puzzles with the training puzzles of this
-    # run. Now also compare them with those of the checkpoint that the run started from.
+    # `open_data` has already compared the test puzzles with the training puzzles of this run. Also compare
+    # them with the training puzzles of the checkpoint that the run started from. If puzzles are equal, log a
+    # warning, or end the run with an error (config key `leaks`).
     training_puzzles = checkpoints.trained_at(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # End here if the row of the loaded step is logged, and no step is left: the run is finished, `max_steps`
-    # is reached, or `stop_patience` ends the run.
+    # End here if there is nothing to log, and no step to run.
     if is_logged:
-        # `stop_patience` ends a run only after an evaluation.
+        # `stop_patience` ended the run. It does so only after an evaluation.
         ends_early = schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
         if ends_early or state.step >= schedule.end_step:
             status = "finished" if ends_early else schedule.status(state.step)
@@ -112,15 +111,17 @@ def train(program: Program[PretrainConfig]) -> int:
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
-    if checkpoints.last_save_failed:  # equal on all ranks
+    # The run has written its status ("failed" if the last save failed). Only rank 0 saves, but all ranks know
+    # whether it failed, so all of them raise the error.
+    if checkpoints.last_save_failed:
         abort_all(f"the last checkpoint was not saved: {config.checkpoint_path} lacks the newest steps")
     reached = schedule.describe(state.step)
     if not is_stopped:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with {words_to_resume(config)}.")
-    # With several machines, end torchrun on all of them, because the signal may have reached only one.
-    # Exception: with --nnodes MIN:MAX, the returned exit status makes torchrun start the processes again.
+    # A signal may have reached only one of several machines. End torchrun on all of them. Exception: with
+    # torchrun --nnodes MIN:MAX, the returned exit status makes torchrun continue on the other machines.
     return end_torchrun()
 
 
@@ -136,21 +137,26 @@ def run_steps(
 
     Between steps, logs metrics, evaluates and saves checkpoints.
 
+    A log row may be delayed. If a signal stops a launch before it logs the row of a step, the next launch
+    logs the row first.
+
     Returns whether a signal such as Ctrl-C stopped the run.
 
     is_logged: Whether metrics.jsonl contains the row of the current step. If False, this function first logs
     the row, if the step has one (`Schedule.has_row`).
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
-    # - batches: Iterator over this rank's batches, with up to `num_answers` right answers of each puzzle.
+    # - batches: Iterator of pairs (name of a training set, batch of this rank). A batch contains up to
+    #   `num_answers` right answers of each puzzle.
     # - checkpoints: Saves checkpoints, by default in the background. If the `with` block ends with an error,
     #   waits at most 60 s for the checkpoint that is being saved.
     # - monitor: Measures and logs the steps. `monitor.paused()` is for work other than training steps. It
-    #   stops the clock of the steps and pauses the watchdog. On entry, it ends the run with an error if a
-    #   loss or gradient norm was not finite.
-    # - interruption: Catches signals such as Ctrl-C. `is_requested()` returns whether this rank has received
-    #   one. `is_agreed()` becomes True after the same step on all ranks, so that they stop together.
-    #   A rank ends itself if it does not stop in time (distributed/signals.py).
+    #   stops the clock of the steps and pauses the watchdog. Three methods end the run with an error if a
+    #   loss or gradient norm was not finite: `paused`, `reduce`, and on a CPU `step_done`.
+    # - interruption: Catches signals such as Ctrl-C. `is_requested()`: this rank has received a signal.
+    #   `is_agreed()`: all ranks know that some rank has received one. It becomes True after the same step on
+    #   all ranks, so that they stop together. If a rank does not stop in time, it ends itself
+    #   (distributed/signals.py).
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -179,9 +185,9 @@ def run_steps(
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row: the training metrics since the previous row (of all ranks, by `reduce`), and the
-            # results if an evaluation is due. After a signal, skip this, so that the run ends soon. The next
-            # launch then logs the row.
+            # Log a row. It contains the training metrics since the previous row, summed over ranks by
+            # `reduce`. If an evaluation is due, it also contains the results. After a signal, leave the row
+            # to the next launch, so that this launch ends soon.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 has_evaluation = schedule.is_evaluation(state.step)
@@ -189,8 +195,8 @@ def run_steps(
                     with monitor.paused("evaluating"):
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        # A signal interrupted the evaluation. The next launch evaluates again, and then logs
-                        # the row. The checkpoint of this step contains the metric sums that the row needs.
+                        # A signal interrupted the evaluation. The next launch evaluates again, and logs the
+                        # row. The checkpoint of this step contains the metric sums that the row needs.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -216,10 +222,10 @@ def run_steps(
                 reasoning=schedule.reasoning(next_step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
-            # A signal may reach only one rank, but all ranks must stop after the same step. So the ranks sum
-            # their stop requests in every step (with local_steps, in every merge). If the sum is positive,
-            # `is_agreed()` becomes True on all ranks. On CUDA, this happens after the next such sum, because
-            # the host does not wait for the result.
+            # A signal may reach only one rank, but all ranks must stop after the same step. `train_step`
+            # returns the sum of their stop requests (with local_steps, only in a step with a merge, otherwise
+            # None). If the sum is positive, `is_agreed()` becomes True on all ranks. On CUDA, it becomes True
+            # one sum later, so that the CPU does not wait for the GPU.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
@@ -232,8 +238,8 @@ def run_steps(
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)  # does nothing if this step was saved before
             checkpoints.close()  # waits until the files are written
-            # If a signal prevented the log row of the last step, the status is "stopped", and the next launch
-            # logs the row.
+            # If a signal prevented the row of the last step, the status is "stopped", so that the user starts
+            # another launch, which logs the row.
             lacks_row = monitor.is_row_due(state.step)
             status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
             write_status(folder, "failed" if checkpoints.last_save_failed else status, step=state.step)
@@ -245,13 +251,13 @@ def run_steps(
     return is_stopped
 
 
-class Trained(NamedTuple):
+class RunResult(NamedTuple):
     """The result of `run`.
 
     Attributes:
         folder: Run folder.
         metrics: Metrics of the last evaluation, {test set: {metric: value}}, for the test sets of the
-            training folders. Those of other sets, such as `test_data_path`, are in `rows`.
+            training folders. Only `rows` contains the metrics of the folders in `test_data_path`.
         rows: All rows of metrics.jsonl, the log of the run. Each is {"step": step, metric: value, ...}.
     """
 
@@ -260,22 +266,22 @@ class Trained(NamedTuple):
     rows: list[dict[str, Any]]
 
 
-def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
+def run(overrides: Sequence[str], *, processes: int = 1) -> RunResult:
     """Trains in new processes, like `pretrain.py` from the command line, and prints their output.
 
-    Ctrl-C stops the run, and this function raises KeyboardInterrupt. If the training steps have begun, the
-    run first saves a checkpoint.
+    On Ctrl-C, the run saves a checkpoint if the training steps have begun, and stops. This function then
+    raises KeyboardInterrupt.
 
     Args:
-        overrides: Command-line arguments of pretrain.py, such as "lr=1e-3". With the run_name of an existing
-            run, that run continues.
+        overrides: Command-line arguments of pretrain.py, such as "lr=1e-3". To continue a run, pass its
+            run_name.
         processes: Number of processes.
 
     Returns:
         The run folder, the metrics of the last evaluation, and all rows of metrics.jsonl.
 
     Raises:
-        ValueError: If the config is wrong, or the run fails, or a signal ends torchrun.
+        ValueError: If the config is wrong, or if the new processes end with an error.
     """
     # Discard what `compose_run` prints, because the new processes print it again.
     quiet = io.StringIO()
@@ -283,9 +289,10 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
         config = compose_run(overrides, processes=processes)
     if config is None:
         raise ValueError(f"{' '.join(overrides)} prints help instead of training. Remove --help or --cfg.")
+    # `compose_run` has chosen a run_name if `overrides` has none.
     run_child("pretrain.py", [*overrides, f"run_name={config.run_name}"], processes=processes)
     rows, metrics = read_results(Path(config.checkpoint_path))
-    return Trained(Path(config.checkpoint_path), metrics, rows)
+    return RunResult(Path(config.checkpoint_path), metrics, rows)
 
 
 if __name__ == "__main__":

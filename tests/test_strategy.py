@@ -64,7 +64,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     steps = []
     for _ in range(_STEPS):
         steps.append(_do_step(state, config))
-    merged = [(float(each.loss), float(each.grad_norm)) if each.averaged_steps else None for each in steps]
+    merged = [(float(each.loss), float(each.grad_norm)) if each.steps else None for each in steps]
     return _result(state, merged)
 
 
@@ -156,7 +156,7 @@ def _meet_a_nan() -> list[str]:
         if rank() == 1 and state.step == 1:
             state.weights.flats[0].weights[0] = torch.nan
         result = _do_step(state, config)
-        if result.averaged_steps:
+        if result.steps:
             with pytest.raises(SystemExit):
                 finite.add(state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
             return [str(state.step)]
@@ -191,7 +191,7 @@ def test_a_run_that_starts_between_two_exchanges_averages_only_its_own_steps(tmp
     with state.averaged():
         before = {name: value.clone() for name, value in state.model.network.state_dict().items()}
     first, last = (do_step(state, config, random_batch(_BATCH, seed=seed)) for seed in (6, 7))
-    assert (list(first.averaged_steps), last.averaged_steps) == ([], range(7, 9))
+    assert (list(first.steps), last.steps) == ([], range(7, 9))
     averages = state.average.values(step=8) | state.table.average.values(step=8)
     for name, value in averages.items():
         weights = state.model.network.state_dict()[name]

@@ -151,7 +151,7 @@ class Monitor:
         `train_step`. set_name: Training set of the batch, for messages.
         """
         self._step = step
-        if result.averaged_steps:
+        if result.steps:
             self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
         self.clock.count_step()
         self._watchdog.step_done(step)

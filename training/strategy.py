@@ -23,12 +23,12 @@ class StepResult(NamedTuple):
     """Loss, gradient norm and stop requests of a training step, over all ranks.
 
     With `local_steps` > 1, each rank trains without the others, and all ranks merge their weights every
-    `local_steps` steps. The result of a step with a merge covers all steps since the previous merge. In any
-    other step, `averaged_steps` is empty, and the other fields are None. The tensors are scalars on the
-    device, equal on all ranks.
+    `local_steps` steps. The result of a step with a merge is of all steps since the previous merge. In any
+    other step, `steps` is empty, and the other fields are None. The tensors are scalars on the device, equal
+    on all ranks.
 
     Attributes:
-        averaged_steps: Training steps that the result covers. The moving averages (EMA) are now updated for
+        steps: The training steps since the previous result. The moving averages (EMA) are now updated for
             these steps.
         loss: Mean loss over these steps and the global batch.
         grad_norm: Norm of the summed gradients before clipping. With `local_steps` > 1, the mean of the norms
@@ -36,7 +36,7 @@ class StepResult(NamedTuple):
         stop_requests: Positive if a signal has asked any rank to stop during these steps.
     """
 
-    averaged_steps: range
+    steps: range
     loss: Tensor | None = None
     grad_norm: Tensor | None = None
     stop_requests: Tensor | None = None
