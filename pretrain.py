@@ -16,8 +16,7 @@ A launch is one start of pretrain.py, on one or many processes. A run may need s
 run_name, a launch continues from the newest undamaged checkpoint of the run. With resume=never, a launch ends
 with an error if the run already has a checkpoint.
 
-Every process of a launch is one rank, and calls `main`. training/step.py contains the training step. Each
-rank trains some positions of the batch, called slots.
+Every process of a launch is one rank, and calls `main`. training/step.py contains the training step.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ def main() -> None:
 
 
 def train(program: Program[PretrainConfig]) -> int:
-    """Trains until the run or this launch ends, or until a signal stops it. All ranks call it.
+    """Trains up to the last step of the run or of this launch, or until a signal. All ranks call it.
 
     Returns the exit status of this process.
     """
@@ -69,36 +68,36 @@ def train(program: Program[PretrainConfig]) -> int:
         from report.page import check_packages, report_run
 
         with collective_errors():  # an error on one rank ends all ranks
-            check_packages()  # before the training, because the report is written after it
+            check_packages()  # now, so that the run does not fail at its end
 
     # Open the datasets. The schedule says after which steps a log row, an evaluation or a checkpoint is due,
     # and which settings each step has, such as the learning rate. `total_steps` is the last step of the run,
     # and `end_step` the last step of this launch (config key `max_steps`).
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    # Build the state of step 0: weights, optimizer state, and slots without puzzles.
+    # Build the state of step 0: weights, optimizer state, and slots (positions of the batch) without puzzles.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
     open_run_folder(config)
     checkpoints = CheckpointManager.of_run(config, data)
-    # With several ranks, the watchdog ends a run if a rank is lost or if a step takes too long. While it is
-    # paused, there is no time limit, because loading may take long.
+    # Load the first of these that exists:
+    # 1. the newest checkpoint of the run,
+    # 2. the checkpoint that the config key `resume` names,
+    # 3. the weights that the config key `init_from` names.
+    # Loading may take long, so pause the watchdog. It ends a run if a step takes too long.
     with program.watchdog.paused():
-        # Load, if it exists, the newest checkpoint of the run. Otherwise, load the checkpoint that the config
-        # key `resume` names, or else the weights that the key `init_from` names. If none is named, the state
-        # of step 0 stays.
-        # An earlier launch may have stopped after it saved the loaded checkpoint, and before it logged the
-        # row of this step. Then `is_logged` is False, and `run_steps` logs the row first.
+        # `is_logged`: metrics.jsonl contains the row of the loaded step. It does not if the last launch
+        # stopped between saving the checkpoint and logging the row. Then `run_steps` logs it.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # `open_data` has already compared the test puzzles with the training puzzles of this run. Also compare
-    # them with the training puzzles of the checkpoint that the run started from. If puzzles are equal, log a
-    # warning, or end the run with an error (config key `leaks`).
+    # `open_data` has compared the test puzzles with the training puzzles of this run. If the run starts from
+    # a checkpoint, also compare them with the training puzzles of that checkpoint. If puzzles are equal, log
+    # a warning, or end the run with an error (config key `leaks`).
     training_puzzles = checkpoints.trained_at(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # End here if there is nothing to log, and no step to run.
+    # If the row is logged and no step remains, write the status and end.
     if is_logged:
-        # `stop_patience` ended the run. It does so only after an evaluation.
+        # Whether `stop_patience` has ended the run. That is possible only after an evaluation.
         ends_early = schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
         if ends_early or state.step >= schedule.end_step:
             status = "finished" if ends_early else schedule.status(state.step)
@@ -111,8 +110,7 @@ def train(program: Program[PretrainConfig]) -> int:
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
-    # The run has written its status ("failed" if the last save failed). Only rank 0 saves, but all ranks know
-    # whether it failed, so all of them raise the error.
+    # All ranks know whether the last save failed. `run_steps` has then written the status "failed".
     if checkpoints.last_save_failed:
         abort_all(f"the last checkpoint was not saved: {config.checkpoint_path} lacks the newest steps")
     reached = schedule.describe(state.step)
@@ -120,8 +118,8 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with {words_to_resume(config)}.")
-    # A signal may have reached only one of several machines. End torchrun on all of them. Exception: with
-    # torchrun --nnodes MIN:MAX, the returned exit status makes torchrun continue on the other machines.
+    # A signal may have reached only one of several machines, so end torchrun on all of them. With torchrun
+    # --nnodes MIN:MAX, do not end it: the returned exit status makes it continue on the other machines.
     return end_torchrun()
 
 
@@ -146,17 +144,17 @@ def run_steps(
     the row, if the step has one (`Schedule.has_row`).
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
-    # - batches: Iterator of pairs (name of a training set, batch of this rank). A batch contains up to
-    #   `num_answers` right answers of each puzzle.
+    # - batches: Iterator of pairs (name of a training set, one new puzzle for each slot of this rank). A
+    #   puzzle has up to `num_answers` right answers (1, except in LDT).
     # - checkpoints: Saves checkpoints, by default in the background. If the `with` block ends with an error,
     #   waits at most 60 s for the checkpoint that is being saved.
     # - monitor: Measures and logs the steps. `monitor.paused()` is for work other than training steps. It
-    #   stops the clock of the steps and pauses the watchdog. Three methods end the run with an error if a
-    #   loss or gradient norm was not finite: `paused`, `reduce`, and on a CPU `step_done`.
+    #   stops the clock of the steps and pauses the watchdog.
+    #   The monitor also ends the run with an error if a loss or gradient norm was not finite. It checks this
+    #   in `paused` and `reduce`, and on a CPU also in `step_done`.
     # - interruption: Catches signals such as Ctrl-C. `is_requested()`: this rank has received a signal.
-    #   `is_agreed()`: all ranks know that some rank has received one. It becomes True after the same step on
-    #   all ranks, so that they stop together. If a rank does not stop in time, it ends itself
-    #   (distributed/signals.py).
+    #   `is_agreed()`: all ranks know that some rank has received one. `is_agreed()` becomes True after the
+    #   same step on all ranks, so that they stop together.
     with (
         data.read_train_batches(
             first_step=state.step,
@@ -185,9 +183,9 @@ def run_steps(
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row. It contains the training metrics since the previous row, summed over ranks by
-            # `reduce`. If an evaluation is due, it also contains the results. After a signal, leave the row
-            # to the next launch, so that this launch ends soon.
+            # Log a row. It contains the training metrics of all ranks since the previous row (`reduce`). If
+            # an evaluation is due, it also contains the results. After a signal, leave the row to the next
+            # launch, so that this launch ends soon.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 has_evaluation = schedule.is_evaluation(state.step)
@@ -196,26 +194,26 @@ def run_steps(
                         results = evaluate(config, state, data, interruption)
                     if results is None:
                         # A signal interrupted the evaluation. The next launch evaluates again, and logs the
-                        # row. The checkpoint of this step contains the metric sums that the row needs.
+                        # row. The checkpoint of this step contains the metric sums for this row.
                         break
                     row |= results
                     monitor.show_puzzles(state)
                 monitor.log(state, row)
-                if has_evaluation:
+                if has_evaluation:  # `log` has recorded the results
                     ends_early = checkpoints.best.ends_early(config.stop_patience)
 
             # Stop if the evaluation ends the run (`stop_patience`), after a signal, or at the last step.
             if ends_early or interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
-            # `set_name` is the name of the training set that contains the puzzles of the batch.
+            # `set_name` is the name of the training set that contains the puzzles.
             with monitor.reading():
-                set_name, batch = next(batches)
+                set_name, new_puzzles = next(batches)
 
             next_step = state.step + 1
-            result = train_step(
+            result = train_step(  # increases state.step
                 state,
-                batch.to(program.device),
+                new_puzzles.to(program.device),
                 config=config,
                 rates=schedule.learning_rates(next_step),
                 clock=monitor.clock,
@@ -223,9 +221,9 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. `train_step`
-            # returns the sum of their stop requests (with local_steps, only in a step with a merge, otherwise
-            # None). If the sum is positive, `is_agreed()` becomes True on all ranks. On CUDA, it becomes True
-            # one sum later, so that the CPU does not wait for the GPU.
+            # returns the sum of their stop requests. (With local_steps > 1, it returns None in a step without
+            # a merge.) If the sum is positive, `is_agreed()` becomes True on all ranks. On CUDA, it becomes
+            # True one call later, so that the CPU does not wait for the GPU.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
@@ -238,8 +236,8 @@ def run_steps(
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)  # does nothing if this step was saved before
             checkpoints.close()  # waits until the files are written
-            # If a signal prevented the row of the last step, the status is "stopped", so that the user starts
-            # another launch, which logs the row.
+            # After a signal, the row of the last step may be missing. Then the status is "stopped", and the
+            # next launch logs the row.
             lacks_row = monitor.is_row_due(state.step)
             status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
             write_status(folder, "failed" if checkpoints.last_save_failed else status, step=state.step)
@@ -257,7 +255,7 @@ class RunResult(NamedTuple):
     Attributes:
         folder: Run folder.
         metrics: Metrics of the last evaluation, {test set: {metric: value}}, for the test sets of the
-            training folders. Only `rows` contains the metrics of the folders in `test_data_path`.
+            training folders. `rows` contains all metrics, such as those of `test_data_path`.
         rows: All rows of metrics.jsonl, the log of the run. Each is {"step": step, metric: value, ...}.
     """
 

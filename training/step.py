@@ -2,131 +2,122 @@
 
 Words of this file:
 
-- Global batch: the puzzles on which all ranks train. A slot is one position of the global batch. Each rank
-  has some of the slots. `state.carry` contains the puzzles and latent states of this rank's slots.
+- Global batch: the puzzles on which all ranks train now. A slot is one position of the global batch. Each
+  rank has some of the slots. `state.carry` contains the puzzles and latent states of this rank's slots.
 - Thinking step: one forward pass of the network, from a puzzle and a latent state to an answer and a new
-  latent state. (In LDT, the state is a list of candidates for each cell.) A slot usually keeps its puzzle for
-  several training steps, until it halts. The next training step puts a new puzzle into the slot.
+  latent state. A slot keeps its puzzle for several training steps, until the slot halts. The next training
+  step puts a new puzzle into the slot.
 - Puzzle embedding: the vector that some models learn for each puzzle identifier. `state.table` contains the
   puzzle embeddings. All other weights are dense weights (`state.weights`).
 - Stop request: 1 if a signal such as Ctrl-C has asked this rank to stop, otherwise 0.
 
-By default, every rank has all weights, and the ranks divide the slots. Four keys change this:
+A training step has ten parts. The comments in the code have the same numbers. By default, every rank has all
+weights, and different slots than other ranks. Then the parts are:
 
-- `data_parallel_shard_degree`: The ranks of a shard group divide the update of the dense weights, and then
-  exchange the updated weights (ZeRO-1, distributed/flat.py). With 1, there are no shard groups. With -1, a
-  group is as large as possible. `auto` is -1 if ranks sum gradients in shared memory, and otherwise 1.
-- `pipeline_parallel_degree`: The ranks of a pipeline divide the blocks of the network. Each rank still has
-  its own slots. A forward pass sends the activations of these slots through all ranks of the pipeline.
-- `tensor_parallel_degree`: The ranks of a tensor group divide the weights of each block, and have the same
-  slots.
-- `local_steps=n`, if n > 1: Each rank trains alone. After every n-th step, and after the last step of the
-  run, the ranks merge their weights (`LocalSteps` in training/strategy.py). The three keys above are then not
-  possible.
-
-A training step has ten parts. The comments in the code have the same numbers. Below each part is what config
-keys change in it.
-
- 1. Random numbers: Draw those that must be drawn on the CPU. In most models, this is one number for each
-    slot: the minimum number of thinking steps on a puzzle (exploration). Other random numbers, such as noise,
-    are drawn on the device when they are needed.
-
+ 1. Random numbers: Draw those that must be drawn on the CPU, such as the minimum number of thinking steps
+    before a slot may halt (exploration). Others, such as noise, are drawn on the device when they are needed.
  2. New puzzles: Put a new puzzle and its initial latent state into each slot that has halted.
-
-    - `curriculum`: The training data change during the run (dataset/plan.py).
-    - `arch.boards_per_slot` > 1 (only LDT): A slot has several puzzles, called boards. Each training step
-      picks one board of each slot at random. Parts 2 to 5 see only this board, so only it can halt.
-
- 3. Divisors of the loss: Determine the numbers by which the loss is divided. These are the number of slots of
-    the global batch, and the counts that the objective returns, summed over ranks. (Of our models, only LDT
-    has such counts.)
-
-    - `local_steps`: The divisors are this rank's number of slots and counts. Nothing is sent.
-    - `puzzle_emb_sharding=rows`: Each puzzle embedding is stored on one rank, or on all ranks of one tensor
-      group. Fetch the embeddings of the puzzles in this rank's slots (optimizers/puzzle_table.py).
-
- 4. Forward and backward passes: Zero the gradients. Divide this rank's slots into micro-batches, usually into
-    `gradient_accumulation_steps`. For each micro-batch, run the thinking step, decide which slots halt,
-    compute the loss, and run the backward pass. A slot halts after `arch.halt_max_steps` thinking steps. It
-    halts earlier if the network wants it, and if it has made the minimum number of thinking steps. In most
-    models, the network wants it if its output q_halt is positive (models/halting.py has a table).
-
-    - `sync=flat`, `sync=ddp`: The last backward pass already sends gradients of dense weights. It sends none
-      with a pipeline, tensor parallelism or `local_steps`.
-    - `train_only=puzzle_embeddings`: The dense weights have no gradients.
-    - `activation_checkpointing=block`: The backward pass computes the activations of each block again.
-    - `arch.no_ACT_continue=false`, the default of HRM: The network has another output, q_continue, that
-      predicts whether the answer will be right after more thinking steps. The network wants a slot to halt if
-      q_halt is greater than q_continue. The loss has a term for q_continue (models/objective.py). The target
-      of this term comes from the outputs of the next thinking step.
-
-      - `arch.q_target=exact`, the default: Also run the next thinking step of all slots, without gradient.
-      - `arch.q_target=deferred`: Run the next thinking step only of slots that halt. For the other slots, the
-        next training step runs it anyway, and adds the term to its own loss. To get a gradient for this term,
-        it applies the Q head again to the latent state that this step has stored.
-
-    - `curriculum`: The settings of the thinking step may change during the run (training/schedule.py). In LDT
-      and Flow, they may change without a curriculum too.
-    - Pipeline: Ranks exchange activations and their gradients (distributed/pipeline.py).
-    - Tensor parallelism: Ranks sum activations in the forward pass, and gradients of activations in the
-      backward pass (distributed/tensor.py).
-    - `torchrun --nnodes MIN:MAX`: Ranks may have different numbers of slots, except with `local_steps` or a
-      pipeline. A rank without slots runs one empty micro-batch, so that it takes part in all sums.
-
- 5. Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
+ 3. Divisors: Determine the numbers by which the loss is divided. One is the size of the global batch, a
+    constant. Of our models, only LDT has others. They are counted on each rank, and summed over ranks.
+ 4. Forward and backward passes: Zero the gradients. Divide this rank's slots into micro-batches (config key
+    `gradient_accumulation_steps`). For each micro-batch, run the thinking step, decide which slots halt,
+    compute the loss, and run the backward pass.
+ 5. Carry: Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
     gradient flows into an earlier training step.
-
- 6. Sums over ranks: Sum the gradients, the loss, and the stop requests.
-
-    - `sync` is the method for the gradients of dense weights, the loss and the stop requests
-      (distributed/sync.py):
-
-      - `auto`: A sum in shared memory, if all ranks are CPU processes of one Linux node, and if no other key
-        prevents it (`build_flats` in optimizers/weights.py). Otherwise `flat`.
-      - `flat`: Messages in the dtype `sync_dtype`. Wait for those of part 4, and send the rest.
-      - `ddp`: torch's DistributedDataParallel has summed the gradients in part 4. Only the loss and the stop
-        requests remain. Not possible with a pipeline or tensor parallelism.
-
-    - `puzzle_emb_sharding=rows`: Each rank sends gradients of puzzle embeddings to the ranks that store the
-      embeddings. Otherwise, each rank gets the gradients of all puzzle embeddings.
-    - Pipeline, tensor parallelism: Sum the gradients of a block only over the ranks with the same weights of
-      this block (`Mesh.replicas`). Sum everything else over one rank of each tensor group (`Mesh.data`), so
-      that each slot counts once.
-    - `local_steps`: Sum nothing.
-
- 7. Update: Compute the norm of the gradients of the dense weights. If `grad_clip_norm` is set and the norm is
-    greater, clip these gradients. The optimizer updates the dense weights. Sign SGD with weight decay updates
-    the puzzle embeddings of the puzzles in the slots of all ranks. If `ema` is set, the average of a puzzle
-    embedding is updated before the embedding changes (`RowAverage` in optimizers/average.py).
-
-    - Shard groups: Each rank updates only its part of the dense weights. If the blocks compute in bfloat16
-      (without sync=ddp), or with a pipeline or tensor parallelism, the ranks divide only the weights of the
-      blocks, and every rank updates all other weights.
-    - Pipeline, tensor parallelism: Sum squared norms over the ranks that together have all blocks
-      (`Mesh.holders`), so that every rank clips by the norm of the whole model.
-    - `optimizer=muon` with tensor parallelism: The ranks of a tensor group exchange parts of the updates.
-    - `puzzle_emb_sharding=rows`: Each rank updates only the embeddings that it stores.
-    - `train_only=puzzle_embeddings`: The dense weights do not change.
-    - `local_steps`: Each rank uses its own gradients and their norm, and updates only the embeddings of the
-      puzzles in its own slots.
-
- 8. Synchronization: Make the next forward pass read the updated weights.
-
-    - If the blocks compute in bfloat16 (without sync=ddp): Copy their float32 weights to bfloat16.
-    - Shard groups: Exchange the updated weights.
-    - Tensor parallelism: Sum the stop requests over the tensor group, because a signal may reach only one of
-      its ranks.
-    - `local_steps`: Merge, if a merge is due. All ranks get the mean of their dense weights (`outer_lr` and
-      `outer_momentum` change this), but each keeps its own optimizer state. Each puzzle embedding that has
-      changed since the last merge becomes the mean over the ranks that changed it. The ranks also exchange
-      losses, gradient norms and stop requests. A merge sends changes of dense weights since the last merge,
-      in the dtype `sync_dtype`.
-
- 9. Moving averages: If `ema` is set, update the averages of the dense weights.
-
-    - `local_steps`: Update them only after a merge.
-
+ 6. Sums: Sum the gradients, the loss and the stop requests over ranks.
+ 7. Update: Compute the norm of the gradients of the dense weights. If `grad_clip_norm` is set, clip these
+    gradients. The optimizer updates the dense weights. Sign SGD with weight decay updates the puzzle
+    embeddings of the puzzles in the slots of all ranks.
+ 8. Synchronization: Make the next forward pass read the updated weights. If the blocks of the network compute
+    in bfloat16 (without sync=ddp), copy their float32 weights to bfloat16. Otherwise, do nothing.
+ 9. Moving averages: If `ema` is set, update the averages of the dense weights. (The average of a puzzle
+    embedding is updated in part 7, before the embedding changes: `RowAverage` in optimizers/average.py.)
 10. Metrics: Add the metrics of this rank to the sums for the next log row.
+
+Several keys change which ranks have which weights or slots, or which ranks communicate:
+
+- Shard groups (`data_parallel_shard_degree`): The ranks of a shard group divide the update of the dense
+  weights (ZeRO-1, distributed/flat.py). With 1, each rank is its own group. With -1, a group is as large as
+  possible. `auto` is -1 if part 6 uses shared memory, and otherwise 1.
+- Pipeline (`pipeline_parallel_degree`): The ranks of a pipeline divide the blocks of the network. A forward
+  pass sends the activations of each rank's slots through all ranks of its pipeline.
+- Tensor group (`tensor_parallel_degree`): The ranks of a tensor group divide the weights of each block. They
+  all have the same slots.
+- Divided embeddings (`puzzle_emb_sharding=rows`): Each puzzle embedding is stored on one rank, or on all
+  ranks of one tensor group (optimizers/puzzle_table.py).
+- Local steps (`local_steps=n`, n > 1): Each rank trains alone. After every n-th step, and after the last step
+  of the run, the ranks merge their weights (`LocalSteps` in training/strategy.py). Not possible together with
+  the settings above.
+
+These and other settings change the parts as follows.
+
+Part 2:
+- `curriculum`: The training data change during the run (dataset/plan.py).
+- `arch.boards_per_slot` > 1 (only LDT): A slot has several puzzles, called boards. Each training step picks
+  one board of each slot at random. In the parts 2 to 5, this board takes the place of the slot's puzzle: only
+  it can halt, and only it changes.
+
+Part 3:
+- Divided embeddings: First fetch the embeddings of the puzzles in this rank's slots from other ranks.
+- Local steps: The divisors are the number of this rank's slots, and this rank's counts. Nothing is sent.
+
+Part 4:
+- Halting: A slot halts after `arch.halt_max_steps` thinking steps. It halts earlier if the network wants to
+  halt, and the slot has made its minimum number of thinking steps. In most models, the network wants to halt
+  if its output q_halt is positive (models/halting.py has a table of all models).
+- `arch.no_ACT_continue=false`, the default of HRM: The loss has a term for the output q_continue, which
+  predicts whether the answer will be right after more thinking steps. The target of this term comes from the
+  next thinking step, so part 4 also runs that step, without gradient. With `arch.q_target=deferred`, it does
+  so only for slots that halt, and the next training step adds the term of the other slots
+  (models/objective.py).
+- `curriculum`: The settings of the thinking step may change during the run (training/schedule.py). In LDT and
+  Flow, they may change without a curriculum too.
+- `train_only=puzzle_embeddings`: The dense weights have no gradients. In part 7, they do not change.
+- `activation_checkpointing=block`: The backward pass computes the activations of each block again.
+- Pipeline: Ranks exchange activations and their gradients (distributed/pipeline.py).
+- Tensor group: Ranks sum activations in the forward pass, and gradients of activations in the backward pass
+  (distributed/tensor.py).
+- `torchrun --nnodes MIN:MAX`: Ranks may have different numbers of slots, except with local steps or a
+  pipeline. A rank without slots runs one empty micro-batch, so that it takes part in all sums.
+
+Part 6:
+- `sync`: The method for the gradients of dense weights, the loss and the stop requests (distributed/sync.py).
+  - `auto`: A sum in shared memory, if all ranks are CPU processes of one Linux node, and if no other key
+    prevents it (`build_flats` in optimizers/weights.py). Otherwise as with `flat`.
+  - `flat`: Messages in the dtype `sync_dtype`. The last backward pass of part 4 already starts them, except
+    with a pipeline or a tensor group. Part 6 starts the rest, and waits for all.
+  - `ddp`: The last backward pass of part 4 sums the gradients (torch's DistributedDataParallel). Part 6 sums
+    the loss and the stop requests. Not possible with a pipeline or a tensor group.
+- Puzzle embeddings: Each rank gets the gradients of the embeddings of all slots. With divided embeddings, a
+  rank gets only those of the embeddings that it stores.
+- Pipeline, tensor group: Sum the gradients of a block only over the ranks with the same weights of this block
+  (`Mesh.replicas`). Sum all other values over ranks with different slots (`Mesh.data`), so that each slot
+  counts once.
+- Local steps: Sum nothing.
+
+Part 7:
+- Shard groups: Every rank has all sums of part 6, but updates only its part of the dense weights. If the
+  blocks compute in bfloat16 (without sync=ddp), or with a pipeline or a tensor group, the ranks divide only
+  the weights of the blocks. Then every rank updates all other weights.
+- Pipeline, tensor group: Sum squared norms over the ranks that together have all blocks (`Mesh.holders`), so
+  that every rank clips by the norm of the whole model.
+- Tensor group with `optimizer=muon`: The ranks exchange parts of the updates.
+- Divided embeddings: Each rank updates only the embeddings that it stores.
+- Local steps: Each rank uses its own gradients and their norm. It updates only the embeddings of the puzzles
+  in its own slots.
+
+Part 8:
+- Shard groups: Exchange the updated weights.
+- Tensor group: Sum the stop requests over the group, because a signal may reach only one of its ranks.
+- Local steps: If a merge is due, merge:
+  - All ranks get the mean of their dense weights (`outer_lr` and `outer_momentum` change this). They send the
+    changes since the last merge, in the dtype `sync_dtype`. Each rank keeps its own optimizer state.
+  - Each puzzle embedding that has changed since the last merge becomes the mean over the ranks that changed
+    it.
+  - The ranks sum their losses, gradient norms and stop requests since the last merge.
+
+Part 9:
+- Local steps: Update the averages only after a merge.
 
 `PretrainConfig.mistakes` in config/schema.py refuses keys that cannot be combined. `check_layout` in
 training/layout.py refuses numbers of processes and slots that do not fit. The step does not check whether the
@@ -150,7 +141,7 @@ from training.strategy import StepResult
 
 def train_step(
     state: TrainState,
-    batch: Batch,
+    new_puzzles: Batch,
     *,
     config: PretrainConfig,
     rates: dict[str, float],
@@ -162,8 +153,8 @@ def train_step(
 
     Args:
         state: Weights, optimizer state and carry of this rank.
-        batch: One new puzzle for each slot of this rank. A slot uses it only if it has halted. (In LDT: if
-            the picked board has halted.)
+        new_puzzles: One new puzzle for each slot of this rank. Only halted slots take their new puzzle. The
+            others are not used. (In LDT, only slots whose picked board has halted take it.)
         config: Config of the run.
         rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the puzzle
             embeddings.
@@ -172,11 +163,8 @@ def train_step(
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
     Returns:
-        The mean loss of a slot, the gradient norm before clipping, and the sum of the stop requests. All are
-        equal on all ranks. The sum is positive if a signal asked any rank to stop before its last
-        micro-batch.
-        With local_steps > 1, a step without a merge returns None for all three. In a step with a merge, loss
-        and norm are means over ranks and over the steps since the previous merge.
+        The mean loss of a slot, the gradient norm before clipping, the sum of the stop requests, and the
+        steps that these values are about (`StepResult`). The values are equal on all ranks.
     """
     state.step += 1
     network = state.model.network
@@ -188,8 +176,8 @@ def train_step(
     # Otherwise, it is None, and `boards` returns the carry itself. `active` contains the puzzle and the
     # latent state of each slot.
     picked = network.pick_boards(rng)
-    active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
-    # 3. Fetch puzzle embeddings from other ranks. Then sum the divisors of the loss.
+    active = state.model.refill(state.carry.boards(picked), new_puzzles, reasoning, rng)
+    # 3. Fetch puzzle embeddings (only if ranks divide them). Then sum the divisors of the loss.
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
@@ -200,8 +188,8 @@ def train_step(
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. A log row contains sums over ranks. For the norm, it should contain the mean over ranks, so
-    # each rank adds its norm divided by the number of ranks. (The norms differ only with local_steps > 1.)
+    # 10. Metrics. `metrics` will be summed over ranks. The sum of norm / number of ranks is the mean norm.
+    # (The norms of the ranks differ only with local_steps > 1.)
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -226,21 +214,20 @@ def forward_and_backward(
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
-    # With torchrun --nnodes MIN:MAX, gradient_accumulation_steps may not divide the number of slots. Then the
-    # last micro-batch is smaller. Example: if gradient_accumulation_steps is 3, 7 slots become micro-batches
+    # With torchrun --nnodes MIN:MAX, gradient_accumulation_steps may not divide the number of slots. Then
+    # there are more micro-batches. Example: if gradient_accumulation_steps is 3, 7 slots become micro-batches
     # of 2, 2, 2 and 1. A rank without slots has one empty micro-batch.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
-    # Two sums of the loss: `scalars` contains the numbers that part 6 sums over ranks, for the result of this
-    # step. `sums` contains the metrics for the next log row. Everything is added to `scalars` before the
-    # backward pass of the last micro-batch, because this pass may already send them.
+    # `scalars` is for the result of `train_step`, and `sums` is for the next log row. Both contain the loss.
+    # `scalars` gets the loss before the backward pass, because the last backward pass may already send it.
     scalars = state.weights.scalars
     carries: list[Carry] = []
     sums: Sums = {}
-    for slots in micro_batches:
-        before, local_rng = active.select(slots), rng[slots]
-        is_last = slots is micro_batches[-1]
+    for part in micro_batches:
+        before, local_rng = active.select(part), rng[part]
+        is_last = part is micro_batches[-1]
         if is_last:
             scalars.add(stop=int(is_asked_to_stop()))
         with strategy.micro_batch(is_last=is_last):  # only the last backward pass may send gradients
@@ -281,8 +268,8 @@ def update(
     # 8. Make the next forward pass read the updated weights. With local_steps > 1, merge if a merge is due.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `steps` is this step, or with local_steps > 1 all steps since the previous merge. It
-    # is empty if a step has no merge, and then `update` does nothing.
+    # 9. Moving average. `result.steps` is this step, or with local_steps > 1 all steps since the previous
+    # merge. In a step without a merge, it is empty, and `update` does nothing.
     state.average.update(result.steps)
     return grad_norm, result
 
@@ -292,8 +279,8 @@ def sample_rng(state: TrainState, config: PretrainConfig, reasoning: Reasoning) 
 
     A slot gets the same numbers with any number of ranks.
     """
-    # The host draws some numbers for the global batch, and this rank copies those of its slots to the device.
-    # All others, such as noise, are drawn on the device when they are needed.
+    # The CPU of each rank draws the numbers for the global batch. The rank copies those of its slots to the
+    # device.
     slots, device = state.slots, state.carry.steps.device
     arrays = state.model.network.sample_randomness(
         seed=config.seed, step=state.step, batch_size=config.global_batch_size, reasoning=reasoning
@@ -302,6 +289,6 @@ def sample_rng(state: TrainState, config: PretrainConfig, reasoning: Reasoning) 
     for name, array in arrays.items():
         local = torch.from_numpy(array[slots.start : slots.stop])
         if device.type == "cuda":
-            local = local.pin_memory()  # then the host does not wait for the copy
+            local = local.pin_memory()  # non_blocking needs pinned memory
         local_arrays[name] = local.to(device, non_blocking=True)
     return SlotRng.of_training(config.seed, step=state.step, slots=slots, device=device, **local_arrays)
