@@ -9,7 +9,6 @@ from runtime.environment import num_cores
 import contextlib
 import ctypes
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -56,6 +55,7 @@ from distributed.world import (
     world_size,
 )
 from runtime.plugins import load_plugins, plugin_files
+from runtime.reading import sha256_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOT_RUN = {"tests", "benchmarks", "records", "launch"}
@@ -200,14 +200,17 @@ def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
 def code_files() -> list[Path]:
     folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in NOT_RUN]
     paths = [*REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*"))]
-    return [path for path in paths if path.suffix in (".py", ".yaml")]
+    return [path for path in paths if path.suffix in (".py", ".yaml") and path.is_file()]
+
+
+def hash_code() -> dict[str, str]:
+    """Returns {name: SHA-256 of the file} for the code that a run uses, without plugins."""
+    return {path.relative_to(REPOSITORY).as_posix(): sha256_of(path) for path in code_files()}
 
 
 def _code() -> dict[str, str]:
-    names = {path.relative_to(REPOSITORY).as_posix(): path for path in code_files()}
-    names |= dict(plugin_files())
-    hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()}
-    return {f"torch {torch.__version__}": ""} | hashes
+    plugins = {name: sha256_of(path) for name, path in plugin_files()}
+    return {f"torch {torch.__version__}": ""} | hash_code() | plugins
 
 
 def _warn_of_threads(threads: int) -> None:
