@@ -16,7 +16,7 @@ from dataset.equal import Trained, hash_training, join_repeats, trained_in_folde
 from dataset.files import MANIFEST, load_metadata
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.metadata import Dataset
-from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
+from dataset.mixture import check_same_tokens, check_set_names, fingerprint_of, open_datasets
 from dataset.plan import Stage, TrainPlan, held_out_groups
 from distributed import log
 from distributed.collectives import Ranks, broadcast_object
@@ -195,10 +195,10 @@ def _add_evaluated(
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
     """Opens the datasets of the config key `test_data_path`. Returns {folder name: dataset}.
 
-    Raises ValueError if two folders have the same name, or if the model cannot read a dataset. The
-    dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle must be in
-    `trained`, with the same puzzle identifier. If the puzzles have no names, only the number of identifiers
-    is checked.
+    Raises ValueError if two folders or two test sets have the same name, or if the model cannot read a
+    dataset. The dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle
+    must be in `trained`, with the same puzzle identifier. If the puzzles have no names, only the number of
+    identifiers is checked.
 
     trained: Dataset that the model trains on.
     """
@@ -213,6 +213,7 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
             check_same_rows(trained, data)
         if tests.setdefault(name, data) is not data:
             raise ValueError(f"test_data_path: two folders have the name {name}. Rename one.")
+    check_set_names(tests)
     return tests
 
 
