@@ -303,18 +303,18 @@ def check_folder_is_shared(folder: Path) -> None:
             token.unlink(missing_ok=True)
 
 
-def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
-    """Checks that all machines have the same dataset as rank 0. All ranks call it.
+def check_same_files(fingerprint: str, *, what: str, names: Sequence[str]) -> None:
+    """Checks that all machines have the same files as rank 0. All ranks call it.
 
-    If the dataset of any machine differs, all ranks exit with status 1.
+    If the files of any machine differ, all ranks exit with status 1.
 
-    fingerprint: Text that identifies the dataset of this machine, such as its hash. One rank of each machine
+    fingerprint: Text that identifies the files of this machine, such as their hash. One rank of each machine
     passes it. The other ranks may pass "".
-    names: Dataset folders, for the message.
+    what, names: Noun and paths for the message, such as "data" and ["data/sudoku"].
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
     advice = "Copy it to all nodes, or share the folder."
-    _check_all(is_same, f"rank 0's data in {', '.join(names)} differs from the data", advice)
+    _check_all(is_same, f"rank 0's {what} in {', '.join(names)} differs from the {what}", advice)
 
 
 def _check_all(is_good: bool, what: str, advice: str) -> None:

@@ -21,7 +21,7 @@ from dataset.plan import Stage, TrainPlan, held_out_groups
 from distributed import log
 from distributed.collectives import Ranks, broadcast_object
 from distributed.errors import collective_errors
-from distributed.launch import check_same_data
+from distributed.launch import check_same_files
 from distributed.world import is_main, local_rank
 from evaluation.evaluators import Evaluators
 from evaluation.known import check_same_rows, has_rows_to_match
@@ -156,7 +156,7 @@ def open_data(config: PretrainConfig) -> RunData:
             raise ValueError(
                 f"dataset was rebuilt while it was being opened: {names}. Run the command again."
             )
-    check_same_data(compared, names=[*config.data_paths, *(config.test_data_path or [])])
+    check_same_files(compared, what="data", names=[*config.data_paths, *(config.test_data_path or [])])
     leaks.broadcast_find(Trained.of([*trained.values()]), model="this run")
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
