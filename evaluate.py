@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpointing.finding import Checkpoint, broadcast_checkpoints, find_checkpoint
-from checkpointing.loading import load_trained_model
+from checkpointing.loading import hash_weights, load_trained_model
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
 from dataset.metadata import Metadata
@@ -35,9 +35,9 @@ from distributed import log
 from distributed.child import run_child
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, memory_errors
-from distributed.launch import Program, check_same_data, launch
+from distributed.launch import Program, check_same_files, launch
 from distributed.number_format import Choice, choose_evaluation_format
-from distributed.world import is_main, local_rank, world_size
+from distributed.world import is_main, local_rank, num_nodes, world_size
 from evaluation.compilation import compiler_cache_errors, compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.known import broadcast_match, known_puzzles
@@ -127,7 +127,7 @@ def evaluate_checkpoint(
         evaluators = Evaluators(config.evaluators, data)
         if world_size() > 1 and local_rank() == 0:
             compared = repr((fingerprint_of(folders, ("test",)), evaluators.kinds))
-    check_same_data(compared, names=list(map(str, folders)))
+    check_same_files(compared, what="data", names=list(map(str, folders)))
     match = broadcast_match(checkpoint, data)
     with collective_errors():
         data, puzzles, of_identifiers = known_puzzles(data, match, model=str(checkpoint))
@@ -147,6 +147,9 @@ def evaluate_checkpoint(
         forward_dtype, reason = number_format
         options = {"raw": config.raw, "forward_dtype": forward_dtype, "rows": match and match.rows}
         model = load_trained_model(checkpoint, data.metadata, **options).to(device)
+        compared = hash_weights(model) if num_nodes() > 1 and local_rank() == 0 else ""
+    check_same_files(compared, what="checkpoint", names=[str(checkpoint)])
+    with collective_errors():
         reasoning, settings = set_up(model, config)
         check_init_noise(model, config, seq_len=data.metadata.seq_len)
         evaluators.check(settings)

@@ -26,7 +26,6 @@ import numpy as np
 
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
-from config.architecture import NumberFormat
 from config.compose import compose_config, config_with, show
 from config.programs import SolveConfig
 from dataset.metadata import Metadata
@@ -39,6 +38,7 @@ from evaluation.questions import Questions
 from evaluation.solving import Answer, answer_puzzle
 from evaluation.terminal import draw_answer
 from models import HaltingModel
+from runtime.formats import NumberFormat
 from training.adaptation import adapt
 
 _MOST_MODELS = 4  # copies of the model that a solver keeps, one for each size of puzzle

@@ -7,6 +7,7 @@ read with `weights_only=True`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -85,6 +86,14 @@ def load_trained_model(
     model.network.load_state_dict(weights)
     cast_blocks_(model.network)
     return model
+
+
+def hash_weights(model: HaltingModel) -> str:
+    """Returns a hash (SHA-256, hexadecimal) of the weights of a model."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:

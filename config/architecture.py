@@ -19,6 +19,7 @@ import pydantic
 from pydantic import Field, NonNegativeInt
 
 from runtime import plugins
+from runtime.formats import NumberFormat
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 StandardDeviation = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -28,7 +29,6 @@ _Width = Annotated[int, Field(ge=0, le=2**20)]
 _AtLeastOne = Annotated[_Width, Field(ge=1)]
 _Repeats = Annotated[int, Field(ge=1, le=1000)]  # number of layers or cycles
 _Steps = Annotated[int, Field(ge=1, lt=2**16)]
-NumberFormat = Literal["bfloat16", "float32"]
 DecisionCell = Literal["uniform", "fewest"]
 DecisionValue = Literal["drawn", "best"]
 _Inside = Annotated[float, Field(gt=0, lt=1)]

@@ -13,7 +13,6 @@ from config.architecture import (
     DecisionCell,
     DecisionValue,
     Fraction,
-    NumberFormat,
     StandardDeviation,
     Strict,
 )
@@ -31,6 +30,7 @@ from config.schema import (
     Threads,
     Value,
 )
+from runtime.formats import NumberFormat
 
 Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"]
 # Number of steps or samples. The key of the noise has 16 bits for each.

@@ -1,7 +1,7 @@
 """Puzzles with many right answers: their rules, and metrics of how many right answers a model finds.
 
 A model answers each puzzle several times. Coverage is the number of different right answers among the samples
-divided by the number of all right answers. The evaluator finds all right answers by the rules. It reads no
+divided by the number of all right answers. The evaluator counts all right answers by the rules. It reads no
 label. GRAM (arXiv 2605.19376) and Looped Flows measure N-Queens completion and graph coloring in this way.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -19,6 +19,7 @@ from dataset.kinds.evaluator import Answers
 from dataset.kinds.kind import Puzzle, read_symbols
 
 _CHUNK_CELLS = 1 << 22  # puzzles * candidates that are compared at once
+_NOTHING = np.zeros(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,7 @@ class AnswerRules:
         are_valid: (inputs, answers) -> whether each answer is right, bool [n].
         to_standard: (inputs, answers) -> answers in a standard form. Two answers count as the same if their
             standard forms are equal. Example: colors are renamed in order of first use.
-        find_answers: (inputs) -> (all right answers, uint8 [total, seq_len], number of right answers of each
-            input, int64 [n]). The answers to an input are next to each other, in standard form.
+        count_answers: (inputs) -> number of right answers of each input in standard form, int64 [n].
         count_conflicts: (inputs, answers) -> number of rules that each answer breaks, int64 [n]. -1 if
             the answer leaves even one cell without a value. None if the kind of puzzle does not count broken
             rules.
@@ -43,7 +43,7 @@ class AnswerRules:
 
     are_valid: Callable[[np.ndarray, np.ndarray], np.ndarray]
     to_standard: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    find_answers: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    count_answers: Callable[[np.ndarray], np.ndarray]
     count_conflicts: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     count_rules: Callable[[np.ndarray], np.ndarray] | None = None
 
@@ -61,14 +61,24 @@ def find_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> tuple[n
     candidate contradicts, bool [candidates, properties].
     """
     found, counts = [], []
+    for is_right in _compare(of_inputs, of_candidates):
+        found.append(is_right.nonzero()[1])
+        counts.append(is_right.sum(axis=1))
+    return np.concatenate([_NOTHING, *found]), np.concatenate([_NOTHING, *counts])
+
+
+def count_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> np.ndarray:
+    """Counts, for each input, the candidates that `find_consistent` finds: int64 [n]."""
+    counts = (is_right.sum(axis=1) for is_right in _compare(of_inputs, of_candidates))
+    return np.concatenate([_NOTHING, *counts])
+
+
+def _compare(of_inputs: np.ndarray, of_candidates: np.ndarray) -> Iterator[np.ndarray]:
+    # Yields whether candidates contradict no property of an input, bool [some inputs, candidates].
     columns = of_candidates.T.astype(np.float32)
     rows = max(_CHUNK_CELLS // len(of_candidates), 1)
     for start in range(0, len(of_inputs), rows):
-        is_right = of_inputs[start : start + rows].astype(np.float32) @ columns == 0
-        found.append(is_right.nonzero()[1])
-        counts.append(is_right.sum(axis=1))
-    nothing = np.zeros(0, np.int64)
-    return np.concatenate([nothing, *found]), np.concatenate([nothing, *counts])
+        yield of_inputs[start : start + rows].astype(np.float32) @ columns == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +90,7 @@ class ManyAnswersPuzzle(Puzzle):
 
     @functools.cached_property
     def remark(self) -> str | None:
-        (count,) = self.answer_rules.find_answers(self.tokens[None])[1].tolist()
+        (count,) = self.answer_rules.count_answers(self.tokens[None]).tolist()
         if not count:
             raise ValueError("the puzzle has no solution.")
         return None if count == 1 else f"this puzzle has {count} right answers"
@@ -139,7 +149,7 @@ class ManyAnswersEvaluator:
 
     Args:
         kind: Name of the kind of puzzle. Metrics are named `<kind>/<metric>`.
-        rules: Rules that find all right answers of a puzzle.
+        rules: Rules that count all right answers of a puzzle.
     """
 
     samples_vote, only_answered = True, True
@@ -154,7 +164,7 @@ class ManyAnswersEvaluator:
         is_valid = is_decided & rules.are_valid(answers.inputs, answers.preds)
         standard = rules.to_standard(answers.inputs, answers.preds)
         inputs = answers.inputs[::num_samples]
-        num_right = rules.find_answers(inputs)[1].tolist()
+        num_right = rules.count_answers(inputs).tolist()
         conflicts, most = np.full(len(standard), -1), np.zeros(len(inputs), np.int64)
         if rules.count_conflicts is not None:
             conflicts = np.where(is_decided, rules.count_conflicts(answers.inputs, answers.preds), -1)

@@ -9,7 +9,7 @@ folder, its sets and identifiers stay as they are.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,8 @@ def open_datasets(
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         raise ValueError(f"data folders must have different names: {', '.join(names)}. Rename one.")
+    if "test" in splits:
+        check_set_names(dict(zip(names, opened, strict=True)))
     sizes = [data.metadata.num_puzzle_identifiers for data in opened]
     first_identifiers = (np.cumsum(sizes) - sizes).tolist()
     mixed, origins = {}, {}
@@ -62,6 +64,17 @@ def open_datasets(
         metadata = _mix_metadata([data.splits[split].metadata for data in opened], sets=tuple(sets))
         mixed[split] = Split(metadata, sets)
     return Dataset(tuple(folders), mixed, origins)
+
+
+def check_set_names(datasets: Mapping[str, Dataset]) -> None:
+    """Raises ValueError if two test sets have the same name `<folder>.<set>`.
+
+    Example: the set b.c of folder a, and the set c of folder a.b. datasets: {name of the folder: its dataset}
+    """
+    names = [f"{folder}.{name}" for folder, data in datasets.items() for name in data.splits["test"].sets]
+    for name in sorted(set(names)):
+        if names.count(name) > 1:
+            raise ValueError(f"two test sets have the name {name}. Rename one of {', '.join(datasets)}.")
 
 
 def check_same_tokens(first: Dataset, data: Dataset) -> None:

@@ -9,7 +9,6 @@ from runtime.environment import num_cores
 import contextlib
 import ctypes
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -56,6 +55,7 @@ from distributed.world import (
     world_size,
 )
 from runtime.plugins import load_plugins, plugin_files
+from runtime.reading import sha256_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOT_RUN = {"tests", "benchmarks", "records", "launch"}
@@ -200,14 +200,17 @@ def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
 def code_files() -> list[Path]:
     folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in NOT_RUN]
     paths = [*REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*"))]
-    return [path for path in paths if path.suffix in (".py", ".yaml")]
+    return [path for path in paths if path.suffix in (".py", ".yaml") and path.is_file()]
+
+
+def hash_code() -> dict[str, str]:
+    """Returns {name: SHA-256 of the file} for the code that a run uses, without plugins."""
+    return {path.relative_to(REPOSITORY).as_posix(): sha256_of(path) for path in code_files()}
 
 
 def _code() -> dict[str, str]:
-    names = {path.relative_to(REPOSITORY).as_posix(): path for path in code_files()}
-    names |= dict(plugin_files())
-    hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()}
-    return {f"torch {torch.__version__}": ""} | hashes
+    plugins = {name: sha256_of(path) for name, path in plugin_files()}
+    return {f"torch {torch.__version__}": ""} | hash_code() | plugins
 
 
 def _warn_of_threads(threads: int) -> None:
@@ -300,18 +303,18 @@ def check_folder_is_shared(folder: Path) -> None:
             token.unlink(missing_ok=True)
 
 
-def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
-    """Checks that all machines have the same dataset as rank 0. All ranks call it.
+def check_same_files(fingerprint: str, *, what: str, names: Sequence[str]) -> None:
+    """Checks that all machines have the same files as rank 0. All ranks call it.
 
-    If the dataset of any machine differs, all ranks exit with status 1.
+    If the files of any machine differ, all ranks exit with status 1.
 
-    fingerprint: Text that identifies the dataset of this machine, such as its hash. One rank of each machine
+    fingerprint: Text that identifies the files of this machine, such as their hash. One rank of each machine
     passes it. The other ranks may pass "".
-    names: Dataset folders, for the message.
+    what, names: Noun and paths for the message, such as "data" and ["data/sudoku"].
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
     advice = "Copy it to all nodes, or share the folder."
-    _check_all(is_same, f"rank 0's data in {', '.join(names)} differs from the data", advice)
+    _check_all(is_same, f"rank 0's {what} in {', '.join(names)} differs from the {what}", advice)
 
 
 def _check_all(is_good: bool, what: str, advice: str) -> None:

@@ -7,11 +7,12 @@ launch.check` measures both rates, and compares them with the rule.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-NumberFormat = Literal["bfloat16", "float32"]
+from runtime.formats import NumberFormat
+
 _BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # of x86 processors, fastest first
 
 

@@ -49,7 +49,7 @@ class Evaluators:
     Every rank creates an object, calls `add` for the answers that it computed, and calls `gather_metrics`.
 
     names: Kinds of puzzles, such as ["sudoku"]. If None, the kinds of those folders of `data` in which some
-    test puzzle has several right answers.
+    test puzzle has several right answers. A folder whose builder has no kind is then left out.
     data: Dataset to evaluate. It may consist of several folders with different kinds of puzzles.
 
     Attributes:
@@ -69,11 +69,13 @@ class Evaluators:
         for folder, builder in builders.items():
             if builder is not None and "test" in splits_with_several_solutions(folder):
                 several.setdefault(builder, folder)
-        for kind, folder in several.items() if names is not None and is_main() else ():
-            if kind not in names:
+        # A builder of the user may have no kind of puzzle.
+        used = [kind for kind in several if kind in kind_names()] if names is None else names
+        for kind, folder in several.items() if is_main() else ():
+            if kind not in used:
                 text = f"test puzzles of {folder} have several solutions, so valid answers count as wrong"
                 log.info(f"{text}. Add {kind} to evaluators.")
-        for name in several if names is None else names:
+        for name in used:
             failures = []
             # By default, equal sizes do not give puzzles of another builder this kind.
             chosen = [folder for folder in builders if names is not None or builders[folder] in (None, name)]

@@ -27,7 +27,7 @@ from evaluation.selection import Scores, Settings, predicted_tokens
 from evaluation.test_time import (
     build_draw,
     check_init_noise,
-    keeps_state,
+    has_hidden_state,
     reasoning_of_samples,
     run_settings,
     split_into_attempts,
@@ -252,7 +252,7 @@ def _noise(model: HaltingModel, config: SolveConfig) -> float:
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:
         return config.noise or 0.0
     # Without noise, all samples would be equal.
-    return _NOISE if keeps_state(model.network) and not model.network.is_random else 0.0
+    return _NOISE if has_hidden_state(model.network) and not model.network.is_random else 0.0
 
 
 def _batch_of(puzzle: Puzzle, identifier: int, row: int) -> Batch:

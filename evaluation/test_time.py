@@ -27,6 +27,7 @@ from evaluation.selection import ANSWER_AT, Scores, Settings, answer_at
 from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput, where
 from models.network import Network
+from models.noise import hidden_states
 from models.random import SlotRng
 
 _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of last steps
@@ -71,13 +72,16 @@ def reasoning_of_samples(
     of_search = {name: getattr(config, name) for name in searches}
     of_flow = {"sde_noise": config.sde_noise}
     named = {name: value for name, value in (noises | of_flow | of_search).items() if value is not None}
-    known = of_search if network.is_search else noises if keeps_state(network) else {}
+    known = of_search if network.is_search else noises if network.initial_state(1, seq_len=1) else {}
     if isinstance(network.arch, FlowConfig):
         known = known | of_flow
     if refused := [name for name in named if name not in known]:
         uses = dict.fromkeys(of_search, "search") | dict.fromkeys(of_flow, "follow a flow (arch=flow)")
         what = uses.get(refused[0], "keep a state between steps")
         raise ValueError(f"{refused[0]} is for models that {what}. This one does not. Remove it.")
+    if config.noise and not has_hidden_state(network):
+        reason = "no state of this model has a name that starts with z_"
+        raise ValueError(f"noise={config.noise:g} has no effect: {reason}. Remove it.")
     named["step_noise"] = named.pop("noise", 0.0)
     selects = {config.select} if isinstance(config.select, str) else set(config.select)
     if network.is_search and (extra := selects - {"q_head", "first_to_halt"}):
@@ -85,7 +89,7 @@ def reasoning_of_samples(
         raise ValueError(f"select={min(extra)} {effect}. Remove it.")
     reasoning = dataclasses.replace(model.eval_reasoning(config.halting), max_steps=max_steps, **named)
     if num_samples > 1 and not needs_draws(network, reasoning):
-        hint = "Set noise=0.3 or init_noise=1." if keeps_state(network) else "Remove samples."
+        hint = "Set noise=0.3 or init_noise=1." if has_hidden_state(network) else "Remove samples."
         raise ValueError(
             f"samples={num_samples}: all samples would be identical, because nothing in this evaluation is "
             f"random. {hint}"
@@ -118,8 +122,9 @@ def needs_draws(network: Network, reasoning: Reasoning) -> bool:
     return network.is_random or reasoning.is_noisy
 
 
-def keeps_state(network: Network) -> bool:
-    return network.is_search or bool(network.initial_state(1, seq_len=1))
+def has_hidden_state(network: Network) -> bool:
+    """Returns whether the network has a state that the noise of thinking steps changes (models/noise.py)."""
+    return bool(hidden_states(network.initial_state(1, seq_len=1)))
 
 
 def build_draw(

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from distributed.number_format import NumberFormat, choose_format
+from distributed.number_format import choose_format
+from runtime.formats import NumberFormat
 
 RATES: tuple[NumberFormat, ...] = ("bfloat16", "float32")  # in the order of `Rates`
 _SIZE, _SIZE_OF_GPU = 256, 4096  # rows and columns; on a GPU, the launch would dominate a smaller product

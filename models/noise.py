@@ -76,7 +76,7 @@ def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, 
         return state
     slots = fresh.nonzero().flatten()
     rng = rng[slots]
-    for name, z in _latents(state).items():
+    for name, z in hidden_states(state).items():
         noise = reasoning.init_noise * rng.truncated_normal(z.shape[1:], use=f"start {name}")
         state[name] = z.index_copy(0, slots, noise.to(z.dtype))
     return state
@@ -94,13 +94,14 @@ def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> 
     assert rng is not None or not reasoning.is_noisy, "noise needs rng"
     if not reasoning.step_noise:
         return state
-    latents = _latents(state)
+    latents = hidden_states(state)
     noisy = {"z_L": latents["z_L"]} if "z_L" in latents else latents
     std = reasoning.step_noise
     return state | {name: _plus_noise(z, std, rng, use=f"step {name}") for name, z in noisy.items()}
 
 
-def _latents(state: State) -> State:
+def hidden_states(state: State) -> State:
+    """Returns the entries of a state with names that start with "z_"."""
     return {name: z for name, z in state.items() if name.startswith("z_")}
 
 

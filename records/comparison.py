@@ -27,7 +27,6 @@ from typing import Any
 from benchmarks.harness import commit, run_main
 from config.compose import compose_overrides
 from config.schema import PretrainConfig, keys_that_may_change
-from distributed.number_format import NumberFormat
 from evaluation.intervals import mean_and_deviation, mean_interval
 from records.machine import FORMATS, describe_machine, find_format, training_device, write_format
 from records.rungs import RUNGS
@@ -35,6 +34,7 @@ from records.seeds import Rerun, final_evaluation
 from report.charts import Line, chart_file, line_chart
 from report.run import read_run
 from runtime.command_line import OneLineParser
+from runtime.formats import NumberFormat
 from runtime.reading import read_json, read_yaml
 from runtime.writing import write_json, write_text
 from training.data import open_data

@@ -28,12 +28,12 @@ from checkpointing.files import CONFIG_FILE, newest_checkpoint
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from distributed.child import start_child, why_it_failed
-from distributed.number_format import NumberFormat
 from evaluation.metric_tables import metrics_by_set
 from evaluation.results import EVALUATION_FILE, MEASURED_FILE, SCALING_FILE
 from records.machine import describe_machine, find_format, training_device, write_format
 from records.rungs import Rung
 from report.run import Row, read_run
+from runtime.formats import NumberFormat
 from runtime.metrics_file import METRICS_FILE
 from runtime.reading import parse_json, read_json, read_yaml
 from runtime.writing import open_to_append, write_json

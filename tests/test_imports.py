@@ -75,6 +75,17 @@ def test_nobody_imports_the_programs():
         assert ours <= set(_MAY_IMPORT), f"{path.name} imports {ours - set(_MAY_IMPORT)}"
 
 
+def test_a_set_of_names_is_written_once():
+    """Example: `NumberFormat`, which packages need that must not import each other."""
+    places: dict[str, list[str]] = {}
+    for path in (path for name in _MAY_IMPORT for path in (REPOSITORY / name).rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Literal["):
+                places.setdefault(ast.unparse(node), []).append(path.name)
+    assert places.pop("NumberFormat = Literal['bfloat16', 'float32']") == ["formats.py"]
+    assert all(len(files) == 1 for files in places.values()), places
+
+
 @pytest.mark.slow
 def test_help_whose_reader_leaves_is_no_error():
     """As with `--help | head`: the text is longer than what a pipe holds back."""

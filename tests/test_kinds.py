@@ -18,6 +18,7 @@ from dataset.kinds.sudoku.texts import SYMBOLS
 from dataset.metadata import usual_metadata
 from dataset.mixture import open_datasets
 from evaluation.evaluators import Evaluators
+from runtime.reading import read_json
 from runtime.writing import write_json
 from tests import sudoku_source
 from tests.maze_source import to_tokens
@@ -176,6 +177,12 @@ def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path
     assert not Evaluators([], several)
     shown = "".join(capsys.readouterr())
     assert "several solutions, so valid answers count as wrong. Add sudoku to evaluators." in shown
+    manifest = read_json(folders[0] / "manifest.json")
+    write_json(folders[0] / "manifest.json", manifest | {"builder": {"name": "mine", "arguments": {}}})
+    assert not Evaluators(None, several)  # of a builder without a kind
+    assert "Add mine to evaluators." in "".join(capsys.readouterr())
+    with pytest.raises(ValueError, match="'mine' is not a kind of puzzle.* kind of yours, add plugins"):
+        Evaluators(["mine"], several)
 
 
 def test_an_evaluator_is_for_the_folders_of_its_builder(tmp_path):

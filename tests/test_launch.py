@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from checkpointing.finding import SHIPPED, find_checkpoint
 from config.compose import config_with
 from config.programs import EvaluateConfig
 from config.schema import PretrainConfig
@@ -280,6 +282,31 @@ def test_test_data_that_differs_between_nodes_ends_all(program, tmp_path):
     write_json(manifest, json.loads(manifest.read_text()) | {"several_solutions": ["test"]})
     (seen, _) = run_ranks(_open_the_data, 2, program, tmp_path)
     assert "data differs from the data on rank 1 (" in seen
+
+
+def _evaluate_the_demo(folder: Path) -> tuple[str, bool]:
+    """Evaluates a checkpoint as two nodes, which have another file of one name. Returns stderr of rank 0."""
+    os.environ.update(LOCAL_RANK="0", GROUP_WORLD_SIZE="2")
+    os.chdir(folder / f"node{rank()}")
+    config = config_with(EvaluateConfig, checkpoint="demo", data_path=[str(folder / "data")])
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.suppress(SystemExit):
+        evaluate_checkpoint(config, find_checkpoint("demo"), ("float32", ""), torch.device("cpu"))
+    return stderr.getvalue(), Path("demo", "evaluation").exists()
+
+
+def test_a_checkpoint_that_differs_between_nodes_ends_all(tmp_path):
+    build_sets("sudoku", tmp_path / "data", "--box", "2x2", "--generate", 30, "--num-test", 3)
+    for node in ("node0", "node1"):
+        shutil.copytree(SHIPPED / "demo", tmp_path / node / "demo")
+    ((seen, is_written), _) = run_ranks(_evaluate_the_demo, 2, tmp_path)
+    assert ("differs" in seen, is_written) == (False, True)
+    shutil.rmtree(tmp_path / "node0" / "demo" / "evaluation")
+    file = tmp_path / "node1" / "demo" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"H_init": torch.zeros_like(weights["H_init"])}, file)
+    ((seen, is_written), _) = run_ranks(_evaluate_the_demo, 2, tmp_path)
+    assert "rank 0's checkpoint in demo/model.safetensors differs from the checkpoint on rank 1 (" in seen
+    assert not is_written
 
 
 _KEEPS = """

@@ -82,6 +82,20 @@ def test_folders_that_cannot_be_joined_are_refused(folders, tmp_path):
         open_datasets([folders[0], twin], read_everything=False)
 
 
+def test_test_sets_with_the_same_name_are_refused(folders, tmp_path):
+    first = write(tmp_path / "x", train=A, test={"all": A["all"], "y.z": A["all"]})
+    second = write(tmp_path / "x.y", train=A, test={"z": A["all"]})
+    joined = open_datasets([first, folders[0]], read_everything=False)
+    assert list(joined.splits["test"].sets) == ["x.all", "x.y.z", "a.all"]
+    message = r"^two test sets have the name x\.y\.z\. Rename one of x, x\.y\.$"
+    with pytest.raises(ValueError, match=message):
+        open_datasets([first, second], read_everything=False)
+    open_datasets([first, second], splits=("train",), read_everything=False)
+    config = tiny_config(test_data_path=[str(first), str(second)])
+    with pytest.raises(ValueError, match=message):
+        open_tests(config, open_dataset(folders[0], read_everything=False))
+
+
 def test_test_data_that_a_model_cannot_read_is_refused(folders, tmp_path):
     trained = open_dataset(folders[0], read_everything=False)
     write(tmp_path / "other", train=A, test=A, pad_id=1)

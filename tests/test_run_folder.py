@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from checkpointing.files import STARTS_FILE
+from distributed import launch
 from distributed.number_format import instruction_set
 from runtime.metrics_file import MetricsFile, cut_back_rows, last_wandb_step, read_rows
 from runtime.plugins import load_plugins
@@ -216,7 +217,8 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch, capsy
     git("init", "-q")
     git("add", "models", "tests")
     git("commit", "-qm", "all")
-    monkeypatch.setattr(code, "REPOSITORY", repository)
+    for module in (code, launch):
+        monkeypatch.setattr(module, "REPOSITORY", repository)
 
     def recorded(step: int = 0) -> dict[str, Any]:
         for function in (code.git_commit, code.code_diff):
@@ -248,13 +250,17 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch, capsy
     (repository / "own/__init__.py").write_text("LOGGER = 2\n")
     (repository / "models/mine.py").unlink()
     recorded(step=8)
-    changed = (
-        "previous launch of this run: uncommitted changes, plugin_own/own/__init__.py. Training continues"
-    )
+    changed = "previous launch of this run: this repository, plugin_own/own/__init__.py. Training continues"
     assert changed in capsys.readouterr().err
+    (repository / "tests/test.py").write_text("was = 3\n")
+    (repository / "models/.#trm.py").symlink_to("the lock file of an editor")
     git("commit", "-qam", "more")
-    recorded(step=9)
-    assert "launch of this run: git commit, uncommitted changes. Training" in capsys.readouterr().err
+    assert recorded(step=9)["git_commit"] not in (commit, commit + code.CHANGES)
+    assert capsys.readouterr().err == ""  # another commit, but the same code
+    (repository / "models/trm.py").write_text("now = 4\n")
+    git("commit", "-qam", "even more")
+    recorded(step=10)
+    assert "launch of this run: this repository. Training" in capsys.readouterr().err
     shutil.rmtree(repository / ".git")
     monkeypatch.setenv("CODE_COMMIT", "d" * 40)  # as in an image
     assert recorded()["git_commit"] == "d" * 40

@@ -296,6 +296,18 @@ def test_what_means_nothing_is_refused():
             _config(**changes)
 
 
+def test_noise_is_refused_if_no_state_gets_it(monkeypatch):
+    """The network of a plugin may name its states freely."""
+    model = tiny_model()
+    state = model.network.initial_state(1, seq_len=FACTS.seq_len)
+    monkeypatch.setattr(model.network, "initial_state", lambda *_, **_sizes: {"memory": state["z_H"]})
+    with pytest.raises(ValueError, match=r"^noise=0\.3 has no effect: no state of this model has a name"):
+        set_up(model, _config(noise=0.3))
+    with pytest.raises(ValueError, match=r"^samples=2: all samples would be identical.* Remove samples\."):
+        set_up(model, _config(samples=2))
+    assert set_up(model, _config(noise=0.0, damping=0.9))[0].damping == 0.9
+
+
 @pytest.mark.parametrize("name", ["trm", "fprm", "flow"])
 def test_init_noise_is_refused_if_the_network_does_not_start_with_it(name, monkeypatch):
     """The network of a plugin may have a `start` of its own."""

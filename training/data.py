@@ -16,12 +16,12 @@ from dataset.equal import Trained, hash_training, join_repeats, trained_in_folde
 from dataset.files import MANIFEST, load_metadata
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.metadata import Dataset
-from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
+from dataset.mixture import check_same_tokens, check_set_names, fingerprint_of, open_datasets
 from dataset.plan import Stage, TrainPlan, held_out_groups
 from distributed import log
 from distributed.collectives import Ranks, broadcast_object
 from distributed.errors import collective_errors
-from distributed.launch import check_same_data
+from distributed.launch import check_same_files
 from distributed.world import is_main, local_rank
 from evaluation.evaluators import Evaluators
 from evaluation.known import check_same_rows, has_rows_to_match
@@ -156,7 +156,7 @@ def open_data(config: PretrainConfig) -> RunData:
             raise ValueError(
                 f"dataset was rebuilt while it was being opened: {names}. Run the command again."
             )
-    check_same_data(compared, names=[*config.data_paths, *(config.test_data_path or [])])
+    check_same_files(compared, what="data", names=[*config.data_paths, *(config.test_data_path or [])])
     leaks.broadcast_find(Trained.of([*trained.values()]), model="this run")
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
@@ -195,10 +195,10 @@ def _add_evaluated(
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
     """Opens the datasets of the config key `test_data_path`. Returns {folder name: dataset}.
 
-    Raises ValueError if two folders have the same name, or if the model cannot read a dataset. The
-    dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle must be in
-    `trained`, with the same puzzle identifier. If the puzzles have no names, only the number of identifiers
-    is checked.
+    Raises ValueError if two folders or two test sets have the same name, or if the model cannot read a
+    dataset. The dataset must have the tokens and sizes of `trained`. With puzzle embeddings, each test puzzle
+    must be in `trained`, with the same puzzle identifier. If the puzzles have no names, only the number of
+    identifiers is checked.
 
     trained: Dataset that the model trains on.
     """
@@ -213,6 +213,7 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
             check_same_rows(trained, data)
         if tests.setdefault(name, data) is not data:
             raise ValueError(f"test_data_path: two folders have the name {name}. Rename one.")
+    check_set_names(tests)
     return tests
 
 

@@ -27,7 +27,7 @@ from dataset.identities import identities_of
 from dataset.metadata import Dataset
 from distributed import log
 from distributed.errors import collective_errors
-from distributed.launch import check_folder_is_shared
+from distributed.launch import check_folder_is_shared, hash_code
 from distributed.processor import describe_processor
 from distributed.world import is_main, is_under_torchrun, local_world_size, world_size
 from evaluation.known import has_rows_to_match
@@ -35,7 +35,7 @@ from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files
 from runtime.reading import read_json, read_text, sha256_of
 from runtime.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
-from training.code import CHANGES, code_diff, git_commit
+from training.code import code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
 
 STATUS_FILE = "status"
@@ -189,7 +189,8 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
     """Adds a line to starts.jsonl of a run folder: command, code and hardware of this process.
 
     If the code has uncommitted changes, writes their diff to a separate file. If the run resumes with other
-    code than its previous launch had, warns. If a file cannot be written, only warns.
+    code than its previous launch had, warns. Another commit with the same code causes no warning. If a file
+    cannot be written, only warns.
 
     step: Number of training steps done before this start.
     described: More entries of the line, which is a JSON object.
@@ -199,6 +200,7 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command_line(),
         "git_commit": git_commit(),
+        "code": hashlib.sha256(json.dumps(hash_code(), sort_keys=True).encode()).hexdigest(),
         "hardware": _describe_hardware(device),
         "processes": world_size(),
         "folder": str(folder.resolve()),
@@ -219,15 +221,12 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
 
 
 def _changed_code(folder: Path, start: dict[str, Any]) -> list[str]:
-    # Returns what differs from the code of the previous launch, such as "git commit" or a file of a plugin.
+    # Returns what differs from the code of the previous launch: "this repository", or a file of a plugin.
     try:
         *_, (before, _) = read_rows(folder, STARTS_FILE)
     except (ValueError, OSError):  # the file is damaged, or has no line
         return []
-    changed, (old, new) = [], (each.get("git_commit") for each in (before, start))
-    if old and new:  # git may be missing, or too slow
-        changed += ["git commit"] if str(old).removesuffix(CHANGES) != new.removesuffix(CHANGES) else []
-        changed += ["uncommitted changes"] if before.get("changes") != start.get("changes") else []
+    changed = ["this repository"] if before.get("code") != start["code"] else []
     hashes = before["plugins"] if isinstance(before.get("plugins"), dict) else {}
     return changed + [name for name, now in start.get("plugins", {}).items() if hashes.get(name, now) != now]
 

@@ -1,12 +1,12 @@
 """Writes a dataset of puzzles with many right answers: one training example for each right answer."""
 
 import argparse
+from collections.abc import Callable
 
 import numpy as np
 
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
-from dataset.many_answers import AnswerRules
 from dataset.metadata import BLANK
 from dataset.randomness import random_bits, random_orders
 from runtime.command_line import recorded
@@ -36,25 +36,27 @@ def write_with_answers(
     test: np.ndarray,
     *,
     kind: str,
-    rules: AnswerRules,
+    find_answers: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
     vocab_size: int,
 ) -> None:
     """Writes a dataset of puzzles with several right answers.
 
     The training split has one example for each right answer. The examples of one input are a group, and an
     epoch uses one of them. The test split has one example for each input. The label of a test example is the
-    first answer that `rules.find_answers` returns. Prints the numbers of inputs and examples.
+    first answer that `find_answers` returns. Prints the numbers of inputs and examples.
 
     options: Parsed command line. If `num_test` is set, at most this number of test inputs is kept, selected
     at random. train, test: Inputs, uint8 [n, cells], each of them once. ValueError is raised if `test` is
-    empty. kind: Name of the kind of puzzle and of its builder.
+    empty. kind: Name of the kind of puzzle and of its builder. find_answers: (inputs) -> (all right answers,
+    uint8 [total, cells], number of right answers of each input, int64 [n]). The answers to an input are next
+    to each other.
     """
     if options.num_test is not None and options.num_test < len(test):
         order = random_orders(random_bits(options.seed, stream=_TEST_SUBSAMPLE, index=0, count=len(test)))
         test = test[np.sort(order[: options.num_test])]
     if not len(test):
         raise ValueError(f"{len(train)} inputs are too few for a test split. Choose larger puzzles.")
-    (answers, counts), (test_answers, test_counts) = map(rules.find_answers, (train, test))
+    (answers, counts), (test_answers, test_counts) = map(find_answers, (train, test))
     pairs = np.stack([train.repeat(counts, axis=0), answers], axis=1)
     firsts = test_counts.cumsum() - test_counts
     test_pairs = np.stack([test, test_answers[firsts]], axis=1)

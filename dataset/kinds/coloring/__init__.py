@@ -13,7 +13,13 @@ import numpy as np
 
 from dataset.augmentations import rename_by_first_use
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style
-from dataset.many_answers import AnswerRules, ManyAnswersEvaluator, find_consistent, read_square
+from dataset.many_answers import (
+    AnswerRules,
+    ManyAnswersEvaluator,
+    count_consistent,
+    find_consistent,
+    read_square,
+)
 from dataset.metadata import Metadata
 
 SIZES = range(3, 11)  # 10 nodes have 9842 colorings
@@ -97,15 +103,13 @@ def find_answers(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def count_answers(inputs: np.ndarray) -> np.ndarray:
-    """Returns the number of 3-colorings of each graph: int64 [n]. Needs less memory than `find_answers`."""
-    same_color = _same_color(all_colorings(math.isqrt(inputs.shape[1])))
-    return (_edges(inputs).astype(np.float32) @ same_color.T.astype(np.float32) == 0).sum(axis=1)
+    return count_consistent(_edges(inputs), _same_color(all_colorings(math.isqrt(inputs.shape[1]))))
 
 
 RULES = AnswerRules(
     are_valid=lambda inputs, answers: count_conflicts(inputs, answers) == 0,
     to_standard=to_standard,
-    find_answers=find_answers,
+    count_answers=count_answers,
     count_conflicts=count_conflicts,
     count_rules=lambda inputs: _edges(inputs).sum(axis=1),
 )

@@ -17,7 +17,7 @@ from dataset.build import sources
 from dataset.build.answers import split_classes, write_with_answers
 from dataset.build.generation import draw_distinct
 from dataset.build.splits import GENERATE
-from dataset.kinds.coloring import RULES, SIZES, VOCAB_SIZE, count_answers, make_inputs
+from dataset.kinds.coloring import SIZES, VOCAB_SIZE, count_answers, find_answers, make_inputs
 from dataset.randomness import random_bits
 from dataset.symmetry import GraphSymmetry
 from runtime.command_line import integer
@@ -62,8 +62,7 @@ def build(options: argparse.Namespace) -> None:
     )
     train, test = train[:, 0], test[:, 0]
     graphs = np.concatenate([test, train])
-    chunks = (graphs[row : row + _GRAPHS_OF_A_DRAW] for row in range(0, len(graphs), _GRAPHS_OF_A_DRAW))
-    if (num := sum(int(count_answers(chunk).sum()) for chunk in chunks)) > _MOST_ANSWERS:
+    if (num := int(count_answers(graphs).sum())) > _MOST_ANSWERS:
         many = f"the {len(graphs)} graphs have {num} colorings, more than {_MOST_ANSWERS}"
         raise ValueError(f"{many}. Lower --generate or --nodes, or raise --edge-probability.")
     if options.split == "orbits":
@@ -71,7 +70,9 @@ def build(options: argparse.Namespace) -> None:
         _, firsts, numbers = np.unique(hashes, return_index=True, return_inverse=True)
         # A class has the number of its first graph, so that the split does not depend on the hash function.
         train, test = split_classes(graphs, firsts[numbers], most_tests=len(test), seed=options.seed)
-    write_with_answers(options, train, test, kind="coloring", rules=RULES, vocab_size=VOCAB_SIZE)
+    write_with_answers(
+        options, train, test, kind="coloring", find_answers=find_answers, vocab_size=VOCAB_SIZE
+    )
 
 
 def _draw(split: str, index: int, *, seed: int, num_nodes: int, edge_probability: float) -> np.ndarray:

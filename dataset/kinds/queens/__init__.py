@@ -10,7 +10,13 @@ import math
 import numpy as np
 
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style
-from dataset.many_answers import AnswerRules, ManyAnswersEvaluator, find_consistent, read_square
+from dataset.many_answers import (
+    AnswerRules,
+    ManyAnswersEvaluator,
+    count_consistent,
+    find_consistent,
+    read_square,
+)
 from dataset.metadata import Metadata
 
 SIZES = range(4, 11)  # 10x10 boards have 126,700 pairs of an input and an answer
@@ -75,7 +81,11 @@ def find_answers(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return solutions[indices], counts
 
 
-RULES = AnswerRules(are_valid, lambda _inputs, answers: answers.astype(np.uint8), find_answers)
+def count_answers(inputs: np.ndarray) -> np.ndarray:
+    return count_consistent(inputs == QUEEN, all_solutions(math.isqrt(inputs.shape[1])) != QUEEN)
+
+
+RULES = AnswerRules(are_valid, lambda _inputs, answers: answers.astype(np.uint8), count_answers)
 
 
 def read_puzzles(text: str) -> list[Puzzle]:

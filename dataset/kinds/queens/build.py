@@ -14,7 +14,7 @@ import numpy as np
 from dataset.augmentations import NUM_DIHEDRAL, find_augmentation
 from dataset.build import sources
 from dataset.build.answers import split_classes, write_with_answers
-from dataset.kinds.queens import QUEEN, RULES, SIZES, VOCAB_SIZE, all_inputs
+from dataset.kinds.queens import QUEEN, SIZES, VOCAB_SIZE, all_inputs, count_answers, find_answers
 from runtime.command_line import integer
 
 _TEST_FRACTION = 0.15  # as in the published data
@@ -40,7 +40,7 @@ def build(options: argparse.Namespace) -> None:
     inputs = all_inputs(options.size)
     queens = (inputs == QUEEN).sum(axis=1)
     by_given = ", ".join(f"{count} with {given}" for given, count in enumerate(np.bincount(queens)[1:], 1))
-    num_pairs = RULES.find_answers(inputs)[1].sum()
+    num_pairs = count_answers(inputs).sum()
     print(f"{len(inputs)} distinct inputs ({by_given} queens given), {num_pairs} pairs with a right answer")
     classes = _orbits(inputs) if options.split == "orbits" else np.arange(len(inputs))
     most_tests = round(_TEST_FRACTION * len(inputs))
@@ -49,7 +49,7 @@ def build(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--num-test {options.num_test} is too large. There are only {len(test)} test inputs."
         )
-    write_with_answers(options, train, test, kind="queens", rules=RULES, vocab_size=VOCAB_SIZE)
+    write_with_answers(options, train, test, kind="queens", find_answers=find_answers, vocab_size=VOCAB_SIZE)
 
 
 def _orbits(inputs: np.ndarray) -> np.ndarray:
