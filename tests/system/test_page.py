@@ -18,11 +18,14 @@ from torch.nn.functional import cross_entropy
 from config.files import load_defaults
 from config.programs import PageConfig
 from config.schema import validate_config
+from dataset.drawing import page_style
 from dataset.files import open_split
+from dataset.kinds import coloring, queens
 from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku
 from dataset.kinds.sudoku.rules import unit_cells
 from dataset.loader import choose_rows
+from dataset.metadata import usual_metadata
 from share.browser import write_page
 from tests.checkpoints import save_on
 from tests.report_runs import SEARCHING, make_searching
@@ -342,6 +345,16 @@ def test_its_rules_are_those_of_the_kinds(visit, address, sudoku_folder):
     is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
     assert is_valid == check_sudoku(questions, answers, box=box)["valid"].tolist()
     assert 10 < sum(is_valid) < 80
+
+    graphs = coloring.make_inputs(np.random.default_rng(0).random((90, 3)) < 0.5, 3)
+    for kind, questions, size in ((queens, queens.all_inputs(6)[:90], 6), (coloring, graphs, 3)):
+        answers, counts = kind.RULES.find_answers(questions)
+        answers = _spoil(answers[counts.cumsum() - 1], most=kind.VOCAB_SIZE)  # of each question, the last
+        sizes = usual_metadata(vocab_size=kind.VOCAB_SIZE, seq_len=size**2, num_puzzle_identifiers=1)
+        facts = {"kind": kind.KIND.name, "rows": size, "columns": size, **page_style(kind.KIND.style, sizes)}
+        is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
+        assert is_valid == kind.KIND.accepts(questions, answers).tolist()
+        assert 10 < sum(is_valid) < 80
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (390, 844), (768, 1024)])
