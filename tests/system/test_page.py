@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from dataset.metadata import usual_metadata
 from share.browser import write_page
 from tests.checkpoints import save_on
 from tests.report_runs import SEARCHING, make_searching
+from tests.tiny import tiny_model
 
 _STEPS, _PUZZLES = 2, 4
 
@@ -215,6 +217,32 @@ def _watch_search(page, facts: dict, *, sees_contradictions: bool) -> None:
         assert began_anew == sees_contradictions == ("the search restarts" in page.inner_text("#where"))
         assert left == entered if began_anew else left < before or not before
         assert page.locator("#board .guess").count() == (not began_anew and before > 0 and step < last)
+
+
+def test_a_search_guesses_as_the_config_says(visit, address):
+    """Cell 0 may have three values, cell 1 the first two. The model prefers the last of each."""
+    shown, digit = _open(visit, address).page, [0, 1, 2, 0, 1, 5]
+    guesses = """async ([facts, digit]) => {
+        const { CHAINS, searching } = await import("./search.js");
+        const all = (values) => ({ data: Float32Array.from(Array(CHAINS).fill(values).flat()) });
+        const look = () => ({ keep: all(digit.map(() => 9)), digit: all(digit), conflict: all([-9]) });
+        const found = [];
+        for (let run = 0; run < 1000; run++) {
+            const moves = searching(look, facts, [0, 3], () => true);
+            for await (const { guess, tokens } of moves) found.push([guess, tokens[guess]]);
+        }
+        return found;
+    }"""
+    for choice, fractions in (
+        ({"decision_value": "best"}, {(0, 2): 0.5, (1, 1): 0.5}),
+        ({"decision_value": "best", "decision_cell": "fewest"}, {(1, 1): 1}),
+        ({"temperature": 0, "decision_cell": "fewest"}, {(1, 1): 1}),
+        ({"temperature": 2, "decision_cell": "fewest"}, {(1, 0): 0.378, (1, 1): 0.622}),  # softmax of 0, 0.5
+    ):
+        search = tiny_model("ldt", **choice).network.facts()
+        search |= {"values": [0, 1, 2], "candidates": [*[[1, 1, 1]] * 3, [1, 1, 0]]}
+        found = Counter(map(tuple, shown.evaluate(guesses, [{"search": search, "steps": 1}, digit])))
+        assert {guess: num / 1000 for guess, num in found.items()} == pytest.approx(fractions, abs=0.1)
 
 
 def test_own_symbols_are_what_can_be_put_and_what_stays_is_given(visit, address):
