@@ -105,7 +105,7 @@ class ManyAnswersPuzzle(Puzzle):
 
 def read_square(
     text: str, symbols: Sequence[str], *, sizes: range, answer_rules: AnswerRules
-) -> list[ManyAnswersPuzzle]:
+) -> list[Puzzle]:
     """Converts a text to a square puzzle. Returns a list that contains only this puzzle.
 
     Raises ValueError if a symbol is unknown, or if the text does not have an allowed size.

@@ -9,7 +9,7 @@ NAMES = {
     "wrong": "wrong",
     "undecided": "undecided",
     "lm_loss": "loss",
-    "q_halt_accuracy": "Q head right",
+    "q_halt_accuracy": "halting value right",
     "q_halt_loss": "halting loss",
     "q_continue_loss": "continuing loss",
     "steps": "thinking steps",

@@ -333,6 +333,8 @@ class LDT(Network):
             "candidates": self.candidates[:, self.values].tolist(),  # of each token
             "kill_threshold": self.arch.kill_threshold,
             "conflict_threshold": self.arch.eval_conflict_threshold,
+            "decision_cell": self.arch.decision_cell,
+            "temperature": self.arch.temperature if self.arch.decision_value == "drawn" else 0,  # 0: the best
         }
 
 

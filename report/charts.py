@@ -212,12 +212,12 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """Formats a count: "9,876" for 9876, "133 k" for 132738, "27.3 M" for 27275266."""
+    """Formats a count or a rate: "0.312" for 0.3119, "9,876" for 9876, "27.3 M" for 27275266."""
     # Numbers that three digits round up to the next unit belong to it: "1 M", not "1e+03 k".
     for limit, divisor, unit in ((999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
             return f"{number / divisor:.3g} {unit}"
-    return f"{number:,.0f}"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _format_axes(

@@ -30,7 +30,7 @@ SECTIONS = {
     "halting": {
         "thinking steps until halting": "train/steps",
         "halting loss": "train/q_(halt|continue)_loss",
-        "accuracy of the Q head (is the answer correct?)": f"(train|{_SET})/q_halt_accuracy",
+        "halting value right (is the answer correct?)": f"(train|{_SET})/q_halt_accuracy",
         "thinking steps, if the model halted": f"{_SET}/act_steps",
         "solved puzzles, if the model halted": f"{_SET}/act_exact_accuracy",
     },

@@ -203,7 +203,7 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         ("Puzzles solved", solved, share | zero, of_solved),
         ("Cells right", curves("accuracy"), share, "Fraction of right cells in a puzzle."),
         ("Thinking steps until halting", steps, {}, of_steps),
-        ("Q head right", curves("q_halt_accuracy"), share, of_prediction),
+        ("Halting value right", curves("q_halt_accuracy"), share, of_prediction),
         (
             "Halting loss",
             curves("q_halt_loss"),

@@ -52,7 +52,7 @@ def write_run(
         if step % 20 == 0:
             share = accuracy * step / 40
             row |= {"eval/all/exact_accuracy": share, "eval/all/lm_loss": 1.0, "eval/all/count": 100}
-            row |= {"eval/all/steps": 4.0, "eval/all/act_steps": 2.346}
+            row |= {"eval/all/steps": 4.0, "eval/all/act_steps": 2.346, "eval/all/q_halt_accuracy": 0.9}
         rows.append(row)
     (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     start = {"step": 0, "time": "2026-01-02T03:04:05+00:00", "command": "python pretrain.py lr=<b>1</b>"}

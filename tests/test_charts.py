@@ -15,9 +15,13 @@ def test_durations(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(9876, "9,876"), (999_499, "999 k"), (999_500, "1 M"), (999_999_999, "1 G")]
+    ("number", "text"),
+    [
+        *((0.312, "0.312"), (48, "48"), (99.97, "100"), (9876, "9,876")),
+        *((999_499, "999 k"), (999_500, "1 M"), (999_999_999, "1 G")),
+    ],
 )
-def test_counts(number, text):
+def test_counts_and_rates(number, text):
     assert short(number) == text
 
 

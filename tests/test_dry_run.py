@@ -53,7 +53,8 @@ _FITS = ("arch=trm", "arch.L_layers=2", "data_path=nowhere", "train_steps=10", "
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("7", "global_batch_size 64 is not divisible by the 7 processes"),
+        ("7", r"global_batch_size 64 is not divisible by the 7 processes\. Change one of them"),
+        ("6 tensor_parallel_degree=2", "not divisible by the 3 processes that tensor parallelism leaves"),
         ("4 data_parallel_shard_degree=3", "data_parallel_shard_degree=3 does not divide the 4 proc"),
         ("4 gradient_accumulation_steps=5", "the 16 slots of each process are not divisible by gradient_"),
     ],

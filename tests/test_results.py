@@ -139,7 +139,7 @@ def test_every_metric_has_a_written_name_that_the_docs_list():
         (metric, name) for metric, name in NAMES.items() if f"| *{name}* | `{metric}` |" not in page
     ] == []
     for metric, name in {
-        "q_halt_accuracy": "Q head right",
+        "q_halt_accuracy": "halting value right",
         "unseen/arc/pass@2": "pass@2 of unseen puzzles",
         "arc/outputs/pass@2": "pass@2 of test inputs",
         "exact_accuracy_after_step_3": "solved after step 3",

@@ -46,12 +46,12 @@ def check_layout(config: PretrainConfig, world_size: int) -> None:
     no pipeline, nothing is refused because it is uneven. An uneven division among processes causes a warning.
     """
     sizes = layout_of(config, world_size)
-    slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])
+    count = world_size // sizes["tensor"]
+    slots, rest = divmod(config.global_batch_size, count)
     may_be_uneven = is_elastic() and config.local_steps == 1 and sizes["pipeline"] == 1
     if rest:
-        uneven = (
-            f"global_batch_size {config.global_batch_size} is not divisible by the {world_size} processes"
-        )
+        uneven = f"global_batch_size {config.global_batch_size} is not divisible by the {count} processes"
+        uneven += " that tensor parallelism leaves" if sizes["tensor"] > 1 else ""
         if not may_be_uneven:
             raise ValueError(f"{uneven}. Change one of them.")
         log.warning(

@@ -248,7 +248,7 @@ class Kind:
     read_puzzles: Callable[[str], list[Puzzle]] | None = None
     make_up: Callable[[Metadata, int], Sequence[np.ndarray]] | None = None
     names_symbols: bool = False
-    groups: Callable[[Metadata], Sequence[Sequence[int]]] | None = None
+    groups: Callable[[Metadata], Sequence[Sequence[int]] | None] | None = None
     accepts: Rules | None = None
     title: str = ""
     plural: str = "puzzles"

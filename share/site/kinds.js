@@ -9,13 +9,18 @@
 //   optionally hasRules, paints, names (words for tokens), and draw(question, cell, token)
 
 export function kindOf(facts) {
-  const make = facts.groups ? distinct : { maze, arc }[facts.kind] || plain;
+  const make = facts.groups ? distinct : { maze, arc, queens, coloring }[facts.kind] || plain;
   return make(facts);
 }
 
 const range = (first, end) => Array.from({ length: end - first }, (_, index) => first + index);
 
 const count = (cells) => (cells.length === 1 ? "1 cell" : `${cells.length} cells`);
+
+/** Returns the result of `check` for an answer with these wrong cells. */
+function judge(cells) {
+  return { ok: !cells.length, text: cells.length ? `${count(cells)} wrong` : "solved", cells };
+}
 
 /** Compares with the known answer. Returns null if the user edited the puzzle. Skips cells with label -1. */
 function compare(answer, puzzle) {
@@ -76,8 +81,47 @@ function distinct({ rows, columns, groups, symbols, plural }) {
     check(question, answer) {
       const lost = cells.filter((cell) => symbols[question[cell]] && answer[cell] !== question[cell]);
       const open = cells.filter((cell) => question[cell] && !symbols[answer[cell]]);
-      const wrong = [...new Set([...conflicts(answer), ...lost, ...open])];
-      return { ok: !wrong.length, text: wrong.length ? `${count(wrong)} wrong` : "solved", cells: wrong };
+      return judge([...new Set([...conflicts(answer), ...lost, ...open])]);
+    },
+  };
+}
+
+// Puzzles with several right answers: N-Queens and graph coloring ------------------------------------------
+
+function queens(facts) {
+  const EMPTY = 1, QUEEN = 2, { rows: size } = facts, cells = range(0, size * size);
+
+  function attacks(one, other) {
+    const down = Math.floor(one / size) - Math.floor(other / size), right = (one % size) - (other % size);
+    return one !== other && (!down || !right || Math.abs(down) === Math.abs(right));
+  }
+
+  return {
+    ...plain(facts),
+    hasRules: true,
+    check(question, answer) {
+      const placed = cells.filter((cell) => answer[cell] === QUEEN);
+      const isRight = (cell) => (answer[cell] === QUEEN
+        ? !placed.some((other) => attacks(cell, other))
+        : answer[cell] === EMPTY && question[cell] !== QUEEN);
+      const wrong = cells.filter((cell) => !isRight(cell));
+      if (!wrong.length && placed.length < size) return { ok: false, text: "too few queens", cells: [] };
+      return judge(wrong);
+    },
+  };
+}
+
+// Cell (i, j) says whether an edge joins nodes i and j. Cell (i, i) is node i. Only nodes of an answer count.
+function coloring(facts) {
+  const EDGE = 2, COLORS = [4, 5, 6], { rows: size } = facts;
+  const nodes = range(0, size).map((node) => node * (size + 1));
+  return {
+    ...plain(facts),
+    hasRules: true,
+    check(question, answer) {
+      const joined = (node) => nodes.filter((_, other) => question[node * size + other] === EDGE);
+      return judge(nodes.filter((cell, node) => !COLORS.includes(answer[cell])
+        || joined(node).some((other) => answer[other] === answer[cell])));
     },
   };
 }

@@ -37,7 +37,9 @@ export async function* searching(look, facts, inputs, onRound) {
 }
 
 /** Removes candidates of a board in place, and guesses a cell. Resets the board if it is contradictory. */
-function move(board, entered, { keep, digit, conflict }, { values, kill_threshold, conflict_threshold }) {
+function move(board, entered, { keep, digit, conflict }, facts) {
+  // A model of an older page has neither decision_cell nor temperature.
+  const { values, kill_threshold, conflict_threshold, decision_cell, temperature = 0 } = facts;
   const width = values.length, open = [];
   let isContradictory = conflict > logit(conflict_threshold);
   for (let first = 0; first < board.length; first += width) {
@@ -52,10 +54,15 @@ function move(board, entered, { keep, digit, conflict }, { values, kill_threshol
     return { guess: ANEW, stops: false };
   }
   if (!open.length) return { guess: NO_GUESS, stops: true };
-  const cell = open[Math.floor(Math.random() * open.length)].filter((entry) => board[entry]);
-  const best = cell.reduce((found, entry) => (digit[entry] > digit[found] ? entry : found));
-  for (const entry of cell) board[entry] = entry === best ? 1 : 0;
-  return { guess: Math.floor(best / width), stops: false };
+  const fewest = Math.min(...open.map((cell) => count(board, cell)));
+  const cells = decision_cell === "fewest" ? open.filter((cell) => count(board, cell) === fewest) : open;
+  const cell = cells[Math.floor(Math.random() * cells.length)].filter((entry) => board[entry]);
+  // With Gumbel noise, the value with the largest score is a sample of the softmax.
+  const noise = () => temperature && -temperature * Math.log(-Math.log(Math.random()));
+  const scores = cell.map((entry) => digit[entry] + noise());
+  const value = cell[scores.indexOf(Math.max(...scores))];
+  for (const entry of cell) board[entry] = entry === value ? 1 : 0;
+  return { guess: Math.floor(value / width), stops: false };
 }
 
 const range = (first, end) => Array.from({ length: end - first }, (_, index) => first + index);

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +19,18 @@ from torch.nn.functional import cross_entropy
 from config.files import load_defaults
 from config.programs import PageConfig
 from config.schema import validate_config
+from dataset.drawing import page_style
 from dataset.files import open_split
+from dataset.kinds import coloring, queens
 from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku
 from dataset.kinds.sudoku.rules import unit_cells
 from dataset.loader import choose_rows
+from dataset.metadata import usual_metadata
 from share.browser import write_page
 from tests.checkpoints import save_on
 from tests.report_runs import SEARCHING, make_searching
+from tests.tiny import tiny_model
 
 _STEPS, _PUZZLES = 2, 4
 
@@ -214,6 +219,32 @@ def _watch_search(page, facts: dict, *, sees_contradictions: bool) -> None:
         assert page.locator("#board .guess").count() == (not began_anew and before > 0 and step < last)
 
 
+def test_a_search_guesses_as_the_config_says(visit, address):
+    """Cell 0 may have three values, cell 1 the first two. The model prefers the last of each."""
+    shown, digit = _open(visit, address).page, [0, 1, 2, 0, 1, 5]
+    guesses = """async ([facts, digit]) => {
+        const { CHAINS, searching } = await import("./search.js");
+        const all = (values) => ({ data: Float32Array.from(Array(CHAINS).fill(values).flat()) });
+        const look = () => ({ keep: all(digit.map(() => 9)), digit: all(digit), conflict: all([-9]) });
+        const found = [];
+        for (let run = 0; run < 1000; run++) {
+            const moves = searching(look, facts, [0, 3], () => true);
+            for await (const { guess, tokens } of moves) found.push([guess, tokens[guess]]);
+        }
+        return found;
+    }"""
+    for choice, fractions in (
+        ({"decision_value": "best"}, {(0, 2): 0.5, (1, 1): 0.5}),
+        ({"decision_value": "best", "decision_cell": "fewest"}, {(1, 1): 1}),
+        ({"temperature": 0, "decision_cell": "fewest"}, {(1, 1): 1}),
+        ({"temperature": 2, "decision_cell": "fewest"}, {(1, 0): 0.378, (1, 1): 0.622}),  # softmax of 0, 0.5
+    ):
+        search = tiny_model("ldt", **choice).network.facts()
+        search |= {"values": [0, 1, 2], "candidates": [*[[1, 1, 1]] * 3, [1, 1, 0]]}
+        found = Counter(map(tuple, shown.evaluate(guesses, [{"search": search, "steps": 1}, digit])))
+        assert {guess: num / 1000 for guess, num in found.items()} == pytest.approx(fractions, abs=0.1)
+
+
 def test_own_symbols_are_what_can_be_put_and_what_stays_is_given(visit, address):
     shown = _open(visit, address)
     facts = {"kind": "pairs", "rows": 1, "columns": 3, "vocab_size": 5, "symbols": ["", "", "#", "*", "."]}
@@ -342,6 +373,16 @@ def test_its_rules_are_those_of_the_kinds(visit, address, sudoku_folder):
     is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
     assert is_valid == check_sudoku(questions, answers, box=box)["valid"].tolist()
     assert 10 < sum(is_valid) < 80
+
+    graphs = coloring.make_inputs(np.random.default_rng(0).random((90, 3)) < 0.5, 3)
+    for kind, questions, size in ((queens, queens.all_inputs(6)[:90], 6), (coloring, graphs, 3)):
+        answers, counts = kind.RULES.find_answers(questions)
+        answers = _spoil(answers[counts.cumsum() - 1], most=kind.VOCAB_SIZE)  # of each question, the last
+        sizes = usual_metadata(vocab_size=kind.VOCAB_SIZE, seq_len=size**2, num_puzzle_identifiers=1)
+        facts = {"kind": kind.KIND.name, "rows": size, "columns": size, **page_style(kind.KIND.style, sizes)}
+        is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
+        assert is_valid == kind.KIND.accepts(questions, answers).tolist()
+        assert 10 < sum(is_valid) < 80
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (390, 844), (768, 1024)])

@@ -123,7 +123,7 @@ def _make_up(metadata: Metadata, count: int) -> Sequence[np.ndarray]:
     if (box := BOX_OF.get(metadata.seq_len)) is None:
         return []
     drawn = [generate_puzzle(0, stream=_MADE_UP, index=index, box=box) for index in range(count)]
-    return np.array(drawn, np.uint8).swapaxes(0, 1) + np.uint8(_EMPTY)
+    return list(np.array(drawn, np.uint8).swapaxes(0, 1) + np.uint8(_EMPTY))
 
 
 def _groups(metadata: Metadata) -> list[list[int]] | None:
