@@ -133,7 +133,7 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
                 content |= today
                 write_results(plan, content, folder)
                 print(f"{model_name}: {rows[-1]}", flush=True)
-        best = max(rows, key=lambda row: (row["exact_accuracy"], row["accuracy"]), default=None)
+        best = max(rows, key=lambda row: (row["exact_accuracy"], row["accuracy"] or 0), default=None)
         rates[model_name] = best["lr"] if best else model["rates"][0]
         results[:] = [row for row in results if row["model"] != model_name or row["lr"] == rates[model_name]]
         write_results(plan, content, folder)
@@ -155,11 +155,11 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
 
 def tune(
     plan: dict[str, Any], model_name: str, lr: float, folder: Path, *, forward_dtype: NumberFormat
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Trains a model with one learning rate, and evaluates it on held-out training puzzles.
 
-    Returns a dict with "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells),
-    "petaflops" (operations of the training, in 1e15) and "processor_hours" (CPU time of the training).
+    Returns a dict with "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells, None for
+    LDT), "petaflops" (operations of the training, in 1e15) and "processor_hours" (CPU time of the training).
 
     plan, model_name: Content of records/comparison.yaml, and a key of its section `models`.
     forward_dtype: Dtype, unless the plan sets one for the model.
@@ -250,7 +250,7 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
         names = (f'<tspan fill="var(--{role})">{escape(name)}</tspan>' for name, role in chart.legend)
         panels.append(((training, " ".join(names)), chart))
     tried = [
-        [name, f"{row['lr']:g}", f"{row['exact_accuracy']:.3f}", f"{row['accuracy']:.3f}"]
+        [name, f"{row['lr']:g}", f"{row['exact_accuracy']:.3f}", _cells_right(row)]
         for name, rows in content["tuning"].items()
         for row in sorted(rows, key=lambda row: row["lr"])
     ]
@@ -288,6 +288,10 @@ def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def _cells_right(row: dict[str, Any]) -> str:
+    return "" if row["accuracy"] is None else f"{row['accuracy']:.3f}"
 
 
 def _mean(values: Iterable[float], *, interval: bool = False) -> str:
