@@ -12,9 +12,9 @@ From Python, in new processes:
 `result.metrics` is {name of a test set: its metrics}. Most datasets have one test set, named "all". The test
 sets are those of `data_path` (and of the stages of a `curriculum`).
 
-A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
-run_name, a launch continues from the newest undamaged checkpoint of the run. With resume=never, a launch ends
-with an error if the run already has a checkpoint.
+A launch is one start of pretrain.py, on one or many processes. A run may need several launches. With the same
+run folder (such as the same run_name), a launch continues from the newest undamaged checkpoint of the run.
+With resume=never, a launch ends with an error if the run already has a checkpoint.
 
 Every process of a launch is one rank, and calls `main`. training/step.py contains the training step.
 """
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def train(program: Program[PretrainConfig]) -> int:
-    """Trains up to the last step of the run or of this launch, or until a signal. All ranks call it.
+    """Trains until the run or this launch ends, or until a signal stops it. All ranks call it.
 
     Returns the exit status of this process.
     """
@@ -71,8 +71,8 @@ def train(program: Program[PretrainConfig]) -> int:
             check_packages()  # now, so that the run does not fail at its end
 
     # Open the datasets. The schedule says after which steps a log row, an evaluation or a checkpoint is due,
-    # and which settings each step has, such as the learning rate. `total_steps` is the last step of the run,
-    # and `end_step` the last step of this launch (config key `max_steps`).
+    # and which settings each step has, such as the learning rate. The run ends at step `total_steps` at the
+    # latest, and this launch at step `end_step` (config key `max_steps`).
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
     # Build the state of step 0: weights, optimizer state, and slots (positions of the batch) without puzzles.
@@ -80,14 +80,14 @@ def train(program: Program[PretrainConfig]) -> int:
 
     open_run_folder(config)
     checkpoints = CheckpointManager.of_run(config, data)
-    # Load the first of these that exists:
-    # 1. the newest checkpoint of the run,
+    # Load the first of these that applies:
+    # 1. the newest undamaged checkpoint of the run,
     # 2. the checkpoint that the config key `resume` names,
     # 3. the weights that the config key `init_from` names.
-    # Loading may take long, so pause the watchdog. It ends a run if a step takes too long.
+    # Loading may take long, so pause the watchdog. It ends a run of several ranks if a step takes too long.
     with program.watchdog.paused():
-        # `is_logged`: metrics.jsonl contains the row of the loaded step. It does not if the last launch
-        # stopped between saving the checkpoint and logging the row. Then `run_steps` logs it.
+        # `is_logged`: metrics.jsonl contains the row of the loaded step. It does not if, for example, the
+        # last launch stopped between saving the checkpoint and logging the row. Then `run_steps` logs it.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
     # `open_data` has compared the test puzzles with the training puzzles of this run. If the run starts from
     # a checkpoint, also compare them with the training puzzles of that checkpoint. If puzzles are equal, log
@@ -144,8 +144,8 @@ def run_steps(
     the row, if the step has one (`Schedule.has_row`).
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
-    # - batches: Iterator of pairs (name of a training set, one new puzzle for each slot of this rank). A
-    #   puzzle has up to `num_answers` right answers (1, except in LDT).
+    # - batches: Iterator of pairs (name of a training set, one new puzzle for each slot of this rank). With
+    #   LDT, a puzzle may have several right answers, up to `num_answers`.
     # - checkpoints: Saves checkpoints, by default in the background. If the `with` block ends with an error,
     #   waits at most 60 s for the checkpoint that is being saved.
     # - monitor: Measures and logs the steps. `monitor.paused()` is for work other than training steps. It
@@ -221,9 +221,9 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. `train_step`
-            # returns the sum of their stop requests. (With local_steps > 1, it returns None in a step without
+            # returns the sum of their stop requests. (With local_steps > 1, the sum is None in a step without
             # a merge.) If the sum is positive, `is_agreed()` becomes True on all ranks. On CUDA, it becomes
-            # True one call later, so that the CPU does not wait for the GPU.
+            # True one sum later, so that the CPU does not wait for the GPU.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 

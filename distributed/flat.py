@@ -1,7 +1,7 @@
 """Flat tensors of the dense parameters, so that one message or kernel processes many parameters at once.
 
-A flat tensor, also called flat buffer, contains the values of many parameters, one after the other. There is
-one for the weights and one for the gradients. A parameter has the same range of positions in both.
+A flat tensor, also called flat buffer, contains the values of many parameters, one after the other. Weights
+and gradients have separate flat tensors. A parameter has the same range of positions in both.
 
 Parameters are in reverse order of registration, because a backward pass completes gradients in about this
 order. Parameters without weight decay come last. The first of them starts at a multiple of 1024 elements.
@@ -37,7 +37,7 @@ _FIRST_BUCKET_BYTES = 2**20  # a small bucket, so that the first message is sent
 
 
 class FlatParameters:
-    """Moves the values of many parameters into one flat tensor, and their gradients into another.
+    """Moves the values of many parameters into flat tensors, and their gradients into another one.
 
     One message or kernel can then process many parameters at once. The docstring of this module describes
     the order of the parameters, ZeRO-1 and mixed precision.
@@ -46,7 +46,7 @@ class FlatParameters:
         parameters: {name: parameter}, in the order of the flat tensors.
         weights: Flat tensor [size]. The sharded parameters are views of it.
         update_shards: One range of positions in the flat tensors for each rank of `shard_group`. Rank i of
-            the group updates the sharded parameters in range i. The last ranges may be empty.
+            the group updates the sharded parameters in range i. Ranges may be empty.
         shard: The range of this rank in `update_shards`.
         master_weights: In mixed precision, `ShardBuffers` of the float32 weights that this rank updates.
             Without mixed precision, `ShardBuffers` with all of `weights`.
@@ -62,14 +62,14 @@ class FlatParameters:
 
     Args:
         named_parameters: Parameters of one dtype, on one device.
-        scalar_names: Names of the numbers to send with the gradients, such as "loss".
+        scalar_names: Names of the numbers to sum over ranks too, such as "loss".
         ranks: Ranks that sum the gradients.
         shard_group: Ranks that divide the optimizer's work, a part of `ranks`. If None and the ranks use
             shared memory, all of `ranks`. If None without shared memory, every rank updates everything.
         in_shared_memory: Whether to use memory that all ranks of a machine share, if that is possible.
         undecayed: Names of parameters without weight decay. Names that are not in `named_parameters` are
             ignored.
-        unsplit: Names of matrices that must not be divided among ranks, because of their optimizer.
+        unsplit: Names of matrices that shards must not split, because of their optimizer.
         cast: In mixed precision, the names of the parameters that the forward pass reads in `compute_dtype`.
             Without mixed precision, empty.
         compute_dtype: Dtype of the parameters `cast` in the forward pass. Required if `cast` is not empty.
@@ -322,8 +322,8 @@ class FlatParameters:
         return self.views(full) | rest
 
     def _cut(self) -> list[slice]:
-        # One range for each rank of `shard_group`, of about equal length. No range splits a matrix in
-        # `unsplit`.
+        # One range for each rank of `shard_group`. Their lengths are as equal as possible without splitting a
+        # matrix in `unsplit`.
         if not self.unsplit or self.shard_group.size == 1:
             return cut_evenly(slice(0, self.size), self.shard_group.size)
         ranges = self.ranges(self.unsplit, joins=False)
@@ -350,7 +350,7 @@ class FlatParameters:
     def buckets(self, num_bytes: float) -> list[slice]:
         """Splits the tensor `message` (gradients, then scalars) into ranges that are sent one by one.
 
-        The first range is smaller, so that sending starts early in the backward pass. The last range
+        The first range is small, so that sending starts early in the backward pass. The last range
         contains the scalars. No range ends within the gradient of a parameter.
 
         num_bytes: Approximate size of a range. If a parameter is larger, its range is larger, too.

@@ -1,4 +1,4 @@
-"""Numbers of each rank that are summed over ranks together with the gradients."""
+"""Numbers of each rank, such as the loss, that are summed over ranks, like the gradients."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from distributed.collectives import Ranks
 
 
 class Scalars:
-    """Numbers of each rank, such as the loss, that are summed over ranks together with the gradients.
+    """Numbers of each rank, such as the loss, that are summed over ranks when the gradients are.
 
-    With local_steps > 1, they are summed together with the changes of the weights.
+    With local_steps > 1, they are summed when the weights are merged.
 
     Attributes:
         values: Tensor [names, ranks]. Each rank writes only to its own column, and the other columns are 0.
@@ -24,8 +24,8 @@ class Scalars:
     def add(self, **numbers: float | Tensor) -> None:
         """Adds values to this rank's named sums. Example: `add(loss=0.5)` adds 0.5 to the sum "loss".
 
-        The sums are sent with the gradients. If gradients are sent as bfloat16 (config key sync_dtype), the
-        sums are rounded to bfloat16 when they are sent.
+        If gradients are sent as bfloat16 (config key sync_dtype), the sums are rounded to bfloat16 when they
+        are sent.
         """
         assert not self.is_closed, f"{', '.join(numbers)}: too late, the scalars may already be sent"
         for name, number in numbers.items():

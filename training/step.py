@@ -5,17 +5,17 @@ Words of this file:
 - Global batch: the puzzles on which all ranks train now. A slot is one position of the global batch. Each
   rank has some of the slots. `state.carry` contains the puzzles and latent states of this rank's slots.
 - Thinking step: one forward pass of the network, from a puzzle and a latent state to an answer and a new
-  latent state. A slot keeps its puzzle for several training steps, until the slot halts. The next training
-  step puts a new puzzle into the slot.
+  latent state. A slot keeps its puzzle until the slot halts, usually for several training steps. The next
+  training step puts a new puzzle into the slot.
 - Puzzle embedding: the vector that some models learn for each puzzle identifier. `state.table` contains the
   puzzle embeddings. All other weights are dense weights (`state.weights`).
 - Stop request: 1 if a signal such as Ctrl-C has asked this rank to stop, otherwise 0.
 
-A training step has ten parts. The comments in the code have the same numbers. By default, every rank has all
-weights, and different slots than other ranks. Then the parts are:
+A training step has ten parts. The comments in the code have the same numbers. In the simplest case, a rank
+updates all weights, and no other rank has the same slots. Then the parts are:
 
- 1. Random numbers: Draw those that must be drawn on the CPU, such as the minimum number of thinking steps
-    before a slot may halt (exploration). Others, such as noise, are drawn on the device when they are needed.
+ 1. Random numbers: Draw some on the CPU, such as the minimum number of thinking steps of each slot
+    (exploration). Others, such as noise, are drawn on the device when they are needed.
  2. New puzzles: Put a new puzzle and its initial latent state into each slot that has halted.
  3. Divisors: Determine the numbers by which the loss is divided. One is the size of the global batch, a
     constant. Of our models, only LDT has others. They are counted on each rank, and summed over ranks.
@@ -31,7 +31,7 @@ weights, and different slots than other ranks. Then the parts are:
  8. Synchronization: Make the next forward pass read the updated weights. If the blocks of the network compute
     in bfloat16 (without sync=ddp), copy their float32 weights to bfloat16. Otherwise, do nothing.
  9. Moving averages: If `ema` is set, update the averages of the dense weights. (The average of a puzzle
-    embedding is updated in part 7, before the embedding changes: `RowAverage` in optimizers/average.py.)
+    embedding is updated before the embedding changes: `RowAverage` in optimizers/average.py.)
 10. Metrics: Add the metrics of this rank to the sums for the next log row.
 
 Several keys change which ranks have which weights or slots, or which ranks communicate:
@@ -52,7 +52,7 @@ Several keys change which ranks have which weights or slots, or which ranks comm
 These and other settings change the parts as follows.
 
 Part 2:
-- `curriculum`: The training data change during the run (dataset/plan.py).
+- `curriculum`: The training data may change during the run (dataset/plan.py).
 - `arch.boards_per_slot` > 1 (only LDT): A slot has several puzzles, called boards. Each training step picks
   one board of each slot at random. In the parts 2 to 5, this board takes the place of the slot's puzzle: only
   it can halt, and only it changes.
@@ -66,8 +66,8 @@ Part 4:
   halt, and the slot has made its minimum number of thinking steps. In most models, the network wants to halt
   if its output q_halt is positive (models/halting.py has a table of all models).
 - `arch.no_ACT_continue=false`, the default of HRM: The loss has a term for the output q_continue, which
-  predicts whether the answer will be right after more thinking steps. The target of this term comes from the
-  next thinking step, so part 4 also runs that step, without gradient. With `arch.q_target=deferred`, it does
+  predicts whether the answer will be right after more thinking steps. The target of this term comes from one
+  more thinking step, so part 4 also runs that step, without gradient. With `arch.q_target=deferred`, it does
   so only for slots that halt, and the next training step adds the term of the other slots
   (models/objective.py).
 - `curriculum`: The settings of the thinking step may change during the run (training/schedule.py). In LDT and
@@ -96,7 +96,7 @@ Part 6:
 - Local steps: Sum nothing.
 
 Part 7:
-- Shard groups: Every rank has all sums of part 6, but updates only its part of the dense weights. If the
+- Shard groups: A rank has the sums of part 6 for all of its weights, but updates only a part of them. If the
   blocks compute in bfloat16 (without sync=ddp), or with a pipeline or a tensor group, the ranks divide only
   the weights of the blocks. Then every rank updates all other weights.
 - Pipeline, tensor group: Sum squared norms over the ranks that together have all blocks (`Mesh.holders`), so
@@ -117,7 +117,7 @@ Part 8:
   - The ranks sum their losses, gradient norms and stop requests since the last merge.
 
 Part 9:
-- Local steps: Update the averages only after a merge.
+- Local steps: Update these averages only after a merge.
 
 `PretrainConfig.mistakes` in config/schema.py refuses keys that cannot be combined. `check_layout` in
 training/layout.py refuses numbers of processes and slots that do not fit. The step does not check whether the
@@ -158,13 +158,14 @@ def train_step(
         config: Config of the run.
         rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the puzzle
             embeddings.
-        clock: Measures the time of the parts 3, 6 and 8. Most of it is waiting for other ranks.
+        clock: Measures the time of the parts 3, 6 and 8, in which ranks wait for each other.
         reasoning: Settings of the thinking step, such as its noise. If None, those of the model.
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
     Returns:
         The mean loss of a slot, the gradient norm before clipping, the sum of the stop requests, and the
-        steps that these values are about (`StepResult`). The values are equal on all ranks.
+        steps that these values are about (`StepResult`). With local_steps > 1, the values are None in a step
+        without a merge. They are equal on all ranks.
     """
     state.step += 1
     network = state.model.network
@@ -177,7 +178,7 @@ def train_step(
     # latent state of each slot.
     picked = network.pick_boards(rng)
     active = state.model.refill(state.carry.boards(picked), new_puzzles, reasoning, rng)
-    # 3. Fetch puzzle embeddings (only if ranks divide them). Then sum the divisors of the loss.
+    # 3. Fetch puzzle embeddings (only if ranks divide them). Then determine the divisors of the loss.
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
@@ -214,9 +215,9 @@ def forward_and_backward(
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
-    # With torchrun --nnodes MIN:MAX, gradient_accumulation_steps may not divide the number of slots. Then
-    # there are more micro-batches. Example: if gradient_accumulation_steps is 3, 7 slots become micro-batches
-    # of 2, 2, 2 and 1. A rank without slots has one empty micro-batch.
+    # With torchrun --nnodes MIN:MAX, gradient_accumulation_steps need not divide the number of slots. For
+    # example, if gradient_accumulation_steps is 3, 7 slots become micro-batches of 2, 2, 2 and 1. A rank
+    # without slots has one empty micro-batch.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
@@ -252,7 +253,7 @@ def update(
     """Updates the weights and the moving averages.
 
     With local_steps=1, first sums the gradients over ranks. With local_steps > 1, merges the weights of the
-    ranks if a merge is due, and updates the averages only then.
+    ranks if a merge is due, and updates the averages of the dense weights only then.
 
     Returns (norm of the dense weights' gradients before clipping, result of the training step).
 
@@ -269,7 +270,7 @@ def update(
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
     # 9. Moving average. `result.steps` is this step, or with local_steps > 1 all steps since the previous
-    # merge. In a step without a merge, it is empty, and `update` does nothing.
+    # merge. In a step without a merge, it is empty, and this call does nothing.
     state.average.update(result.steps)
     return grad_norm, result
 
