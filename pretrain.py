@@ -89,13 +89,13 @@ def train(program: Program[PretrainConfig]) -> int:
         # `is_logged`: metrics.jsonl contains the row of the loaded step. It does not if, for example, the
         # last launch stopped between saving the checkpoint and logging the row. Then `run_steps` logs it.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # `open_data` has compared the test puzzles with the training puzzles of this run. If the run starts from
-    # a checkpoint, also compare them with the training puzzles of that checkpoint. If puzzles are equal, log
-    # a warning, or end the run with an error (config key `leaks`).
+    # Compare the test puzzles with all training puzzles of this run and of the checkpoint that it starts from.
+    # If puzzles are equal, log a warning, or end the run with an error (config key `leaks`). Without a
+    # checkpoint, this repeats the comparison in `open_data`.
     training_puzzles = checkpoints.trained_at(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # If the row is logged and no step remains, write the status and end.
+    # If the row is logged and no step is left to run, write the status and end.
     if is_logged:
         # Whether `stop_patience` has ended the run. That is possible only after an evaluation.
         ends_early = schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
@@ -110,7 +110,7 @@ def train(program: Program[PretrainConfig]) -> int:
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
-    # All ranks know whether the last save failed. `run_steps` has then written the status "failed".
+    # If the last save failed, all ranks know it, and `run_steps` has written the status "failed".
     if checkpoints.last_save_failed:
         abort_all(f"the last checkpoint was not saved: {config.checkpoint_path} lacks the newest steps")
     reached = schedule.describe(state.step)
@@ -119,7 +119,7 @@ def train(program: Program[PretrainConfig]) -> int:
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with {words_to_resume(config)}.")
     # A signal may have reached only one of several machines, so end torchrun on all of them. With torchrun
-    # --nnodes MIN:MAX, do not end it: the returned exit status makes it continue on the other machines.
+    # --nnodes MIN:MAX, do not end it. The exit status makes it restart the processes on the other machines.
     return end_torchrun()
 
 
@@ -194,7 +194,8 @@ def run_steps(
                         results = evaluate(config, state, data, interruption)
                     if results is None:
                         # A signal interrupted the evaluation. The next launch evaluates again, and logs the
-                        # row. The checkpoint of this step contains the metric sums for this row.
+                        # row. The checkpoint of this step contains the metric sums for it, because only
+                        # `monitor.log` resets them.
                         break
                     row |= results
                     monitor.show_puzzles(state)

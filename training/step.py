@@ -5,40 +5,43 @@ Words of this file:
 - Global batch: the puzzles on which all ranks train now. A slot is one position of the global batch. Each
   rank has some of the slots. `state.carry` contains the puzzles and latent states of this rank's slots.
 - Thinking step: one forward pass of the network, from a puzzle and a latent state to an answer and a new
-  latent state. A slot keeps its puzzle until the slot halts, usually for several training steps. The next
-  training step puts a new puzzle into the slot.
+  latent state. A slot keeps its puzzle until the slot halts, usually for several training steps. The training
+  step after that puts a new puzzle into the slot.
 - Puzzle embedding: the vector that some models learn for each puzzle identifier. `state.table` contains the
   puzzle embeddings. All other weights are dense weights (`state.weights`).
 - Stop request: 1 if a signal such as Ctrl-C has asked this rank to stop, otherwise 0.
 
-A training step has ten parts. The comments in the code have the same numbers. In the simplest case, a rank
-updates all weights, and no other rank has the same slots. Then the parts are:
+A training step has ten parts. The comments in the code use their numbers. This list describes the usual case:
+every rank has all weights, and no other rank has the same slots.
 
- 1. Random numbers: Draw some on the CPU, such as the minimum number of thinking steps of each slot
-    (exploration). Others, such as noise, are drawn on the device when they are needed.
+ 1. Random numbers: Draw some on the CPU. In most models, this is a minimum number of thinking steps for each
+    slot, drawn again in every training step (exploration). Others, such as noise, are drawn on the device
+    when they are needed.
  2. New puzzles: Put a new puzzle and its initial latent state into each slot that has halted.
  3. Divisors: Determine the numbers by which the loss is divided. One is the size of the global batch, a
-    constant. Of our models, only LDT has others. They are counted on each rank, and summed over ranks.
+    constant. Of our models, only LDT has others, such as the number of cells that count in one of its losses.
+    They are counted on each rank, and summed over ranks.
  4. Forward and backward passes: Zero the gradients. Divide this rank's slots into micro-batches (config key
     `gradient_accumulation_steps`). For each micro-batch, run the thinking step, decide which slots halt,
     compute the loss, and run the backward pass.
- 5. Carry: Store the puzzles and the new latent states in `state.carry`. The latent states are detached, so no
-    gradient flows into an earlier training step.
+ 5. Carry: Store the puzzles and the new latent states in `state.carry`. The network returns detached states,
+    so no gradient flows into an earlier training step.
  6. Sums: Sum the gradients, the loss and the stop requests over ranks.
  7. Update: Compute the norm of the gradients of the dense weights. If `grad_clip_norm` is set, clip these
     gradients. The optimizer updates the dense weights. Sign SGD with weight decay updates the puzzle
-    embeddings of the puzzles in the slots of all ranks.
+    embeddings of the puzzles in the slots of all ranks. If `ema` is set, the average of an embedding is
+    updated before the embedding changes (`RowAverage` in optimizers/average.py).
  8. Synchronization: Make the next forward pass read the updated weights. If the blocks of the network compute
-    in bfloat16 (without sync=ddp), copy their float32 weights to bfloat16. Otherwise, do nothing.
- 9. Moving averages: If `ema` is set, update the averages of the dense weights. (The average of a puzzle
-    embedding is updated before the embedding changes: `RowAverage` in optimizers/average.py.)
+    in bfloat16, copy their float32 weights to bfloat16. (With sync=ddp, there is no copy. Each layer casts
+    its weights in the forward pass.)
+ 9. Moving averages: If `ema` is set, update the averages of the dense weights.
 10. Metrics: Add the metrics of this rank to the sums for the next log row.
 
 Several keys change which ranks have which weights or slots, or which ranks communicate:
 
 - Shard groups (`data_parallel_shard_degree`): The ranks of a shard group divide the update of the dense
-  weights (ZeRO-1, distributed/flat.py). With 1, each rank is its own group. With -1, a group is as large as
-  possible. `auto` is -1 if part 6 uses shared memory, and otherwise 1.
+  weights (ZeRO-1, distributed/flat.py). N: groups of N ranks. -1: one group of all ranks with the same
+  weights. auto: -1 if gradients are summed in shared memory (see part 6), and otherwise 1.
 - Pipeline (`pipeline_parallel_degree`): The ranks of a pipeline divide the blocks of the network. A forward
   pass sends the activations of each rank's slots through all ranks of its pipeline.
 - Tensor group (`tensor_parallel_degree`): The ranks of a tensor group divide the weights of each block. They
@@ -46,16 +49,15 @@ Several keys change which ranks have which weights or slots, or which ranks comm
 - Divided embeddings (`puzzle_emb_sharding=rows`): Each puzzle embedding is stored on one rank, or on all
   ranks of one tensor group (optimizers/puzzle_table.py).
 - Local steps (`local_steps=n`, n > 1): Each rank trains alone. After every n-th step, and after the last step
-  of the run, the ranks merge their weights (`LocalSteps` in training/strategy.py). Not possible together with
-  the settings above.
+  of the run, the ranks merge their weights (`LocalSteps` in training/strategy.py). The four settings above
+  must then have their defaults.
 
 These and other settings change the parts as follows.
 
 Part 2:
 - `curriculum`: The training data may change during the run (dataset/plan.py).
 - `arch.boards_per_slot` > 1 (only LDT): A slot has several puzzles, called boards. Each training step picks
-  one board of each slot at random. In the parts 2 to 5, this board takes the place of the slot's puzzle: only
-  it can halt, and only it changes.
+  one board of each slot at random. The parts 2 to 5 use only this board. The other boards do not change.
 
 Part 3:
 - Divided embeddings: First fetch the embeddings of the puzzles in this rank's slots from other ranks.
@@ -88,8 +90,8 @@ Part 6:
     with a pipeline or a tensor group. Part 6 starts the rest, and waits for all.
   - `ddp`: The last backward pass of part 4 sums the gradients (torch's DistributedDataParallel). Part 6 sums
     the loss and the stop requests. Not possible with a pipeline or a tensor group.
-- Puzzle embeddings: Each rank gets the gradients of the embeddings of all slots. With divided embeddings, a
-  rank gets only those of the embeddings that it stores.
+- Puzzle embeddings: Each rank collects the gradients of the embeddings of all slots, and sums those with the
+  same puzzle identifier. With divided embeddings, it collects only those of the embeddings that it stores.
 - Pipeline, tensor group: Sum the gradients of a block only over the ranks with the same weights of this block
   (`Mesh.replicas`). Sum all other values over ranks with different slots (`Mesh.data`), so that each slot
   counts once.
@@ -98,9 +100,9 @@ Part 6:
 Part 7:
 - Shard groups: A rank has the sums of part 6 for all of its weights, but updates only a part of them. If the
   blocks compute in bfloat16 (without sync=ddp), or with a pipeline or a tensor group, the ranks divide only
-  the weights of the blocks. Then every rank updates all other weights.
-- Pipeline, tensor group: Sum squared norms over the ranks that together have all blocks (`Mesh.holders`), so
-  that every rank clips by the norm of the whole model.
+  the weights of the blocks, and every rank updates the weights outside of the blocks.
+- Pipeline, tensor group: Sum the squared norms of the blocks over the ranks that together have all blocks
+  (`Mesh.holders`), so that every rank clips by the norm of the whole model.
 - Tensor group with `optimizer=muon`: The ranks exchange parts of the updates.
 - Divided embeddings: Each rank updates only the embeddings that it stores.
 - Local steps: Each rank uses its own gradients and their norm. It updates only the embeddings of the puzzles
@@ -110,14 +112,14 @@ Part 8:
 - Shard groups: Exchange the updated weights.
 - Tensor group: Sum the stop requests over the group, because a signal may reach only one of its ranks.
 - Local steps: If a merge is due, merge:
-  - All ranks get the mean of their dense weights (`outer_lr` and `outer_momentum` change this). They send the
-    changes since the last merge, in the dtype `sync_dtype`. Each rank keeps its own optimizer state.
+  - With the default `outer_lr` and `outer_momentum`, all ranks get the mean of their dense weights. They send
+    the changes since the last merge, in the dtype `sync_dtype`. Each rank keeps its own optimizer state.
   - Each puzzle embedding that has changed since the last merge becomes the mean over the ranks that changed
     it.
   - The ranks sum their losses, gradient norms and stop requests since the last merge.
 
 Part 9:
-- Local steps: Update these averages only after a merge.
+- Local steps: Update the averages of the dense weights only after a merge.
 
 `PretrainConfig.mistakes` in config/schema.py refuses keys that cannot be combined. `check_layout` in
 training/layout.py refuses numbers of processes and slots that do not fit. The step does not check whether the
@@ -158,14 +160,15 @@ def train_step(
         config: Config of the run.
         rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the puzzle
             embeddings.
-        clock: Measures the time of the parts 3, 6 and 8, in which ranks wait for each other.
+        clock: Measures the time of the parts 3, 6 and 8. Waits for other ranks in the parts 4 and 7 count as
+            computing.
         reasoning: Settings of the thinking step, such as its noise. If None, those of the model.
         is_asked_to_stop: Returns whether a signal has asked this rank to stop. Called once.
 
     Returns:
         The mean loss of a slot, the gradient norm before clipping, the sum of the stop requests, and the
-        steps that these values are about (`StepResult`). With local_steps > 1, the values are None in a step
-        without a merge. They are equal on all ranks.
+        training steps that these values cover (`StepResult`). The result is equal on all ranks. With
+        local_steps > 1, in a step without a merge, the steps are empty, and the values are None.
     """
     state.step += 1
     network = state.model.network
@@ -189,8 +192,8 @@ def train_step(
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. `metrics` will be summed over ranks. The sum of norm / number of ranks is the mean norm.
-    # (The norms of the ranks differ only with local_steps > 1.)
+    # 10. Metrics. They will be summed over ranks. Each rank adds norm / number of ranks, so the sum is the
+    # mean norm. (The norms of the ranks differ only with local_steps > 1.)
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -252,8 +255,8 @@ def update(
 ) -> tuple[Tensor, StepResult]:
     """Updates the weights and the moving averages.
 
-    With local_steps=1, first sums the gradients over ranks. With local_steps > 1, merges the weights of the
-    ranks if a merge is due, and updates the averages of the dense weights only then.
+    With local_steps=1, first completes the sums of the gradients over ranks. With local_steps > 1, merges the
+    weights of the ranks if a merge is due, and updates the averages of the dense weights only then.
 
     Returns (norm of the dense weights' gradients before clipping, result of the training step).
 
@@ -269,8 +272,8 @@ def update(
     # 8. Make the next forward pass read the updated weights. With local_steps > 1, merge if a merge is due.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `result.steps` is this step, or with local_steps > 1 all steps since the previous
-    # merge. In a step without a merge, it is empty, and this call does nothing.
+    # 9. Moving average. The range `result.steps` contains only this step. With local_steps > 1, it contains
+    # all steps since the previous merge, or none if this step has no merge. Then this call does nothing.
     state.average.update(result.steps)
     return grad_norm, result
 
