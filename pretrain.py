@@ -89,8 +89,8 @@ def train(program: Program[PretrainConfig]) -> int:
         # `is_logged`: metrics.jsonl contains the row of the loaded step. It does not if, for example, the
         # last launch stopped between saving the checkpoint and logging the row. Then `run_steps` logs it.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Compare the test puzzles with all training puzzles of this run and of the checkpoint that it starts from.
-    # If puzzles are equal, log a warning, or end the run with an error (config key `leaks`). Without a
+    # Compare the test puzzles with the training puzzles of this run, and of the checkpoint that it starts
+    # from. If puzzles are equal, log a warning, or end the run with an error (config key `leaks`). Without a
     # checkpoint, this repeats the comparison in `open_data`.
     training_puzzles = checkpoints.trained_at(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
