@@ -125,8 +125,13 @@ def test_halting_needs_fewer_calls(sudoku_folder, monkeypatch):
     assert counts["act"] <= result.metrics["steps"] * 100 + 16 * _STEPS
 
 
-@pytest.mark.parametrize("name", ["hrm", "trm", "urm", "fprm", "serrm", "transformer"])
-@pytest.mark.parametrize("loss_type", ["stablemax_cross_entropy", "softmax_cross_entropy"])
+_MODELS = ("hrm", "trm", "urm", "fprm", "serrm", "transformer")
+
+
+@pytest.mark.parametrize(
+    ("name", "loss_type"),
+    [*((name, "stablemax_cross_entropy") for name in _MODELS), ("trm", "softmax_cross_entropy")],
+)
 def test_a_trace_is_what_the_network_answers_after_each_step(name, loss_type):
     """Its probabilities are those that the loss compares with the labels."""
     loss = tiny_arch(name).loss.model_dump() | {"loss_type": loss_type}
