@@ -224,7 +224,7 @@ def _fail_while_rank_1_writes(run: Path) -> None:
     training.checkpoints._LAST_OTHERS_SECONDS = 0.1
     if rank() == 1:
         tell = checkpointing.writer._send_to_rank_0
-        checkpointing.writer._send_to_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))
+        checkpointing.writer._send_to_rank_0 = lambda *part: (time.sleep(0.5), tell(*part))
     with contextlib.suppress(ValueError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         raise ValueError("all ranks find the same mistake")
