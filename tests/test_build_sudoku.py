@@ -74,7 +74,7 @@ def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path):
     """By a script, which its processes do not run again."""
-    arguments = ["--generate", "4", "--box", "2x3", "--num-test", "2", "--min-difficulty", "1"]
+    arguments = ["--generate", "4", "--box", "2x2", "--num-test", "2", "--clues", "4-4"]
     build(tmp_path / "alone", *arguments)
     lines = ["from dataset import build", "from dataset.build import generation", "print('once')"]
     lines += ["generation._SECONDS_ALONE = 0.0"]
