@@ -143,9 +143,14 @@ def send_signal(number: int, module: str, name: str, call: int) -> None:
     setattr(place, name, interrupted)
 
 
-def start_program(name: str, *arguments: str, folder: Path) -> multiprocessing.Process:
-    """Starts a program in `folder` as one process. Its output goes to <name>.stdout and .stderr there."""
-    given = (folder / name, name, arguments, folder, {"WANDB_MODE": "disabled"}, False, None)
+def start_program(
+    name: str, *arguments: str, folder: Path, spoil: Callable[[], Any] | None = None
+) -> multiprocessing.Process:
+    """Starts a program in `folder` as one process. Its output goes to <name>.stdout and .stderr there.
+
+    spoil: Function that the process calls before the program.
+    """
+    given = (folder / name, name, arguments, folder, {"WANDB_MODE": "disabled"}, False, spoil)
     process = _server.Process(target=_in_environment, args=({}, _program, given))
     process.start()
     return process

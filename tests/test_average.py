@@ -105,35 +105,25 @@ def test_steps_beyond_where_this_start_ends_do_not_count(capsys, corrects_bias):
     assert ("warning" in error) != corrects_bias
 
 
-def test_reading_changes_nothing():
-    state, other = _trained(reads=True), _trained(reads=False)
-    assert_equal(state.sections()["ema_state"], other.sections()["ema_state"])
-
-
-def _trained(*, reads: bool, num_steps: int = 6):
+@pytest.mark.usefixtures("float64")
+def test_every_step_averages_what_it_trains_and_reading_changes_nothing():
     config = tiny_config(ema=_RATE)
     state = begin_training(config)
-    for step in range(num_steps):
+    first = plain = _clones(state.model.network)
+    for step in range(6):
         do_step(state, config, random_batch(config.global_batch_size, seed=step))
-        if reads:
-            state.exports()
-            with state.averaged():
-                pass
-    return state
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("float64")
-def test_every_step_averages_what_it_trains():
-    steps = [_clones(_trained(reads=False, num_steps=number).model.network) for number in range(7)]
-    plain = steps[0]
-    for now in steps[1:]:
+        now = _clones(state.model.network)
         plain = {name: _RATE * plain[name] + (1 - _RATE) * value for name, value in now.items()}
-    found = _trained(reads=False).exports()["ema_weights"]
+        unread = {name: tensor.clone() for name, tensor in state.sections()["ema_state"].items()}
+        found = {name: tensor.clone() for name, tensor in state.exports()["ema_weights"].items()}
+        with state.averaged():
+            pass
+        assert_equal(state.sections()["ema_state"], unread)
+        assert_equal(_clones(state.model.network), now)
     for name, value in plain.items():
         assert_close(found[name], value, what=name)
-        assert not torch.equal(found[name], steps[0][name]), name
-        assert not torch.equal(found[name], steps[-1][name]), name
+        assert not torch.equal(found[name], first[name]), name
+        assert not torch.equal(found[name], now[name]), name
 
 
 @pytest.mark.usefixtures("float64")

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -71,13 +72,9 @@ def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [("--box", "2x2", "--clues", "4-6"), ("--box", "2x3", "--num-test", "2", "--min-difficulty", "1")],
-)
-def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, options):
+def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path):
     """By a script, which its processes do not run again."""
-    arguments = ["--generate", "4", *options]
+    arguments = ["--generate", "4", "--box", "2x2", "--num-test", "2", "--clues", "4-4"]
     build(tmp_path / "alone", *arguments)
     lines = ["from dataset import build", "from dataset.build import generation", "print('once')"]
     lines += ["generation._SECONDS_ALONE = 0.0"]
@@ -92,15 +89,26 @@ def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, options):
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "pool")
 
 
+def _start_builder(folder: Path, **options) -> subprocess.Popen:
+    """Starts a builder that draws puzzles for hours. Returns it while its further processes start."""
+    code = f"""
+        import sys
+        from dataset.build import __main__ as program, generation
+        __file__ = program.__file__  # of a program of the repository
+        generation._SECONDS_ALONE = 0.0
+        program.main(["sudoku", "--generate", "100000", "--output-dir", {str(folder)!r}])
+    """
+    builder = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=REPOSITORY, **options)
+    children = Path(f"/proc/{builder.pid}/task/{builder.pid}/children")
+    wait_for(lambda: len(children.read_text().split()) > 1, "it draws alone")
+    return builder
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("heeds_interrupts")
 def test_ctrl_c_is_one_line_also_while_further_processes_start(tmp_path):
-    command = [sys.executable, "-m", "dataset.build", "sudoku", "--generate", "100000"]
-    command += ["--output-dir", str(tmp_path / "data")]
-    options = {"cwd": REPOSITORY, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(command, **options) as builder:
-        children = Path(f"/proc/{builder.pid}/task/{builder.pid}/children")
-        wait_for(lambda: len(children.read_text().split()) > 1, "it draws alone")
+    options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with _start_builder(tmp_path / "data", **options) as builder:
         time.sleep(0.2)  # the processes import NumPy
         os.killpg(builder.pid, signal.SIGINT)  # as a terminal does
         _, errors = builder.communicate(timeout=60)
@@ -110,11 +118,7 @@ def test_ctrl_c_is_one_line_also_while_further_processes_start(tmp_path):
 @pytest.mark.slow
 def test_a_killed_builder_leaves_no_process(tmp_path):
     """Each process that it starts to draw puzzles has its stdout, which ends with the last of them."""
-    command = [sys.executable, "-m", "dataset.build", "sudoku", "--generate", "100000"]
-    command += ["--output-dir", str(tmp_path / "data")]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as builder:
-        children = Path(f"/proc/{builder.pid}/task/{builder.pid}/children")
-        wait_for(lambda: len(children.read_text().split()) > 1, "it draws alone")
+    with _start_builder(tmp_path / "data", stdout=subprocess.PIPE) as builder:
         builder.kill()
         builder.communicate(timeout=60)
 

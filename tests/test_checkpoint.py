@@ -202,16 +202,11 @@ def test_a_checkpoint_beyond_the_end_is_refused_before_anything_is_written(run, 
     assert not list(branch.iterdir())
 
 
-def test_another_config_is_refused_even_if_the_folder_lost_its_own(run):
+def test_another_config_is_refused_with_advice_that_works(run):
     save(run, 3)
-    (run / "config.yaml").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="lr: 0.001 -> 0.5"):
-        claim_run_folder(run_config(run, lr=0.5))
-
-
-def test_the_advice_for_another_config_works(run):
-    save(run, 3)
-    with pytest.raises(ValueError, match=rf"Choose another checkpoint_path\. .* init_from={run}/step_3\.$"):
+    assert not (run / "config.yaml").exists(), "the config of the checkpoint is compared"
+    advice = rf"lr: 0\.001 -> 0\.5.* Choose another checkpoint_path\. .* init_from={run}/step_3\.$"
+    with pytest.raises(ValueError, match=advice):
         claim_run_folder(run_config(run, lr=0.5))
     with pytest.raises(ValueError, match=r"arch\.hidden_size: .*Choose another checkpoint_path\.$"):
         claim_run_folder(run_config(run, arch=tiny_arch(hidden_size=64).model_dump()))
@@ -255,23 +250,18 @@ def test_another_dataset_or_shape_is_refused(run, capsys):
     assert "is (24, 16) in the checkpoint, but (12, 16) in this run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "goal"), [("step_124", "run/step_1"), ("latest", "run/step_1"), ("link", "run")]
-)
-def test_results_go_into_the_run_that_a_link_leads_to(tmp_path, name, goal):
+def test_a_checkpoint_is_found_through_links_and_as_the_working_folder(tmp_path, monkeypatch):
+    """Results go into the run that a link leads to."""
     save(tmp_path / "run", 1).close()
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / name).symlink_to(tmp_path / goal)
-    checkpoint = find_checkpoint(tmp_path / "runs" / name)
-    assert (checkpoint.run_folder, checkpoint.name) == (tmp_path / "run", "step_1")
-
-
-@pytest.mark.parametrize("folder", ["run", "run/step_1"])
-def test_the_working_folder_is_a_checkpoint(tmp_path, monkeypatch, folder):
-    save(tmp_path / "run", 1).close()
-    monkeypatch.chdir(tmp_path / folder)
-    checkpoint = find_checkpoint(".")
-    assert (checkpoint.run_folder, checkpoint.name) == (tmp_path / "run", "step_1")
+    for name, goal in (("step_124", "run/step_1"), ("latest", "run/step_1"), ("link", "run")):
+        (tmp_path / "runs" / name).symlink_to(tmp_path / goal)
+        checkpoint = find_checkpoint(tmp_path / "runs" / name)
+        assert (checkpoint.run_folder, checkpoint.name) == (tmp_path / "run", "step_1"), name
+    for folder in ("run", "run/step_1"):
+        monkeypatch.chdir(tmp_path / folder)
+        checkpoint = find_checkpoint(".")
+        assert (checkpoint.run_folder, checkpoint.name) == (tmp_path / "run", "step_1"), folder
 
 
 def test_a_file_in_the_cache_of_the_hub_keeps_its_name(tmp_path):

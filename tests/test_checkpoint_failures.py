@@ -134,7 +134,7 @@ def test_a_full_disk_ends_nothing(tmp_path):
 
 def _train_on_a_full_disk(folder: Path, data: Path) -> int | str | None:
     """What the program does, but in the group that there is already."""
-    words = (*OVERRIDES, "epochs=2", "checkpoint_interval=5", f"checkpoint_path={folder / 'run'}")
+    words = (*OVERRIDES, "max_steps=4", "checkpoint_interval=2", f"checkpoint_path={folder / 'run'}")
     if rank() == 0:
         _limit_files(20_000)
     with pytest.raises(SystemExit) as ended:
@@ -146,7 +146,7 @@ def _train_on_a_full_disk(folder: Path, data: Path) -> int | str | None:
 def test_the_run_ends_with_an_error_if_its_last_save_failed(tmp_path, sudoku_folder):
     """Training goes on to the end."""
     assert run_ranks(_train_on_a_full_disk, 2, tmp_path, sudoku_folder) == [1, 1]
-    assert logged_rows(tmp_path / "run")[-1]["step"] == 16
+    assert logged_rows(tmp_path / "run")[-1]["step"] == 4
     assert not checkpoint_names(tmp_path / "run")
 
 
@@ -224,7 +224,7 @@ def _fail_while_rank_1_writes(run: Path) -> None:
     training.checkpoints._LAST_OTHERS_SECONDS = 0.1
     if rank() == 1:
         tell = checkpointing.writer._send_to_rank_0
-        checkpointing.writer._send_to_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))
+        checkpointing.writer._send_to_rank_0 = lambda *part: (time.sleep(0.5), tell(*part))
     with contextlib.suppress(ValueError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         raise ValueError("all ranks find the same mistake")

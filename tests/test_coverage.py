@@ -31,7 +31,7 @@ from evaluation.terminal import draw_answer
 from evaluation.test_time import build_draw
 from models import HaltingModel
 from models.carry import Reasoning
-from tests.ranks import run_ranks
+from tests.ranks import call_each, run_ranks
 from tests.report_runs import searching_model, write_run
 from tests.tiny import halting_model, tiny_arch
 
@@ -123,22 +123,26 @@ def test_every_sample_of_a_search_runs_to_its_end(folder, monkeypatch):
     assert alone["coloring/coverage_mean_ceiling"] == pytest.approx((1 / m).mean()), "of one sample"
 
 
+@pytest.fixture(scope="module")
+def expected(folder) -> dict[str, dict[str, float]]:
+    return {name: _evaluate(folder, name) for name in ("ldt", "trm")}
+
+
 @pytest.mark.parametrize("name", ["ldt", "trm"])
-def test_labels_and_the_batch_size_change_nothing(folder, tmp_path, name):
-    expected = _evaluate(folder, name)
-    assert expected["coloring/samples"] == _SAMPLES
+def test_labels_and_the_batch_size_change_nothing(folder, expected, tmp_path, name):
+    assert expected[name]["coloring/samples"] == _SAMPLES
     other = shutil.copytree(folder, tmp_path / "other")
     path = other / "test" / "all__labels.npy"
     labels = np.load(path)
     labels[:5], labels[5:] = 0, labels[5:][::-1]
     np.save(path, labels)
-    assert _evaluate(other, name, batch_size=13) == expected
+    assert _evaluate(other, name, batch_size=13) == expected[name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ldt", "trm"])
-def test_the_number_of_ranks_changes_nothing(folder, name):
-    assert run_ranks(_evaluate, 3, folder, name, 25)[0] == _evaluate(folder, name)
+def test_the_number_of_ranks_changes_nothing(folder, expected):
+    cases = [(folder, name, 25) for name in expected]
+    assert run_ranks(call_each, 3, _evaluate, cases)[0] == list(expected.values())
 
 
 def test_a_retry_is_refused_before_results_are_replaced(folder, tmp_path, capsys):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from distributed.collectives import Ranks
-from tests.ranks import NUM_THREADS, Finished, complete_program, run_program
+from tests.checkpoints import save_on
+from tests.ranks import NUM_THREADS, Finished, run_program
 from tests.tiny import OVERRIDES, tiny_config
 from training import state
 
@@ -75,8 +76,7 @@ def _evaluate(folder: Path, *words: str) -> Finished:
 
 @pytest.mark.slow
 def test_mistakes_in_evaluation(tmp_path, data):
-    words = ("data_path=data", *OVERRIDES, "max_steps=1", "checkpoint_path=run")
-    complete_program("pretrain", *words, folder=tmp_path)
+    save_on(data, tmp_path / "run")
     for name in ("deeper", "corrupt"):
         shutil.copytree(tmp_path / "run" / "step_1", tmp_path / name / "step_1")
     config = tmp_path / "deeper" / "step_1" / "config.yaml"

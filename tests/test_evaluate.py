@@ -1,15 +1,14 @@
 """evaluate.py on any number of processes and any batch size: the same metrics, rows and files."""
 
-import contextlib
 import fcntl
 import functools
 import itertools
 import json
 import os
 import re
+import select
 import shutil
 import struct
-import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -24,7 +23,7 @@ from dataset.mixture import fingerprint_of
 from report.run import read_run
 from tests.checkpoints import save_on
 from tests.float64 import TOLERANCE
-from tests.ranks import NUM_THREADS, REPOSITORY, Finished, complete_program, run_program
+from tests.ranks import NUM_THREADS, Finished, complete_program, run_program, start_program
 from tests.sudoku_source import build_sets
 from tests.tiny import OVERRIDES, assert_same_row
 
@@ -98,23 +97,29 @@ def test_metrics_are_those_that_training_logged(trained, expected):
     assert metrics["exact_accuracy_after_step_4"] == pytest.approx(metrics["exact_accuracy"])
 
 
+def _show_on(terminal: str) -> None:
+    """Makes a terminal the stderr of this process."""
+    os.dup2(os.open(terminal, os.O_WRONLY | os.O_NOCTTY), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
 def test_a_terminal_shows_how_far_it_is_and_how_good(trained, tmp_path):
     ours, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # rows and columns
     words = ("checkpoint=run", f"output_dir={tmp_path}", "eval_batch_size=1", "halt_max_steps=400")
-    options = ("device=cpu", "compile=false", "cpu_threads=1")
-    command = [sys.executable, REPOSITORY / "evaluate.py", *words, *options]
-    process = subprocess.Popen(command, cwd=trained.parent, stdout=subprocess.DEVNULL, stderr=its)
-    os.close(its)
+    options = {"folder": trained.parent, "spoil": functools.partial(_show_on, os.ttyname(its))}
+    process = start_program("evaluate", *words, "device=cpu", "compile=false", "cpu_threads=1", **options)
     shown = b""
     bar = re.compile(rb"evaluating all \d+ of %d \|.* left, solved [01]\.\d+  cells right [01]" % _TESTS)
-    with contextlib.suppress(OSError):  # its end is closed
-        while not bar.search(shown):
+    while not bar.search(shown):
+        if select.select([ours], [], [], 1)[0]:
             shown += os.read(ours, 1 << 16)
-    os.close(ours)
+        else:
+            assert process.is_alive(), shown
     process.terminate()
-    process.wait()
-    assert bar.search(shown), shown
+    process.join()
+    for each in (ours, its):
+        os.close(each)
 
 
 def test_other_data_and_options_have_folders_of_their_own(trained, expected):

@@ -46,11 +46,6 @@ def _evaluate(
     return result.get("all")
 
 
-@pytest.fixture(scope="module")
-def acted(sudoku_folder) -> SetResult:
-    return _evaluate(sudoku_folder)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", ["hrm", "trm", "serrm", "fprm"])
@@ -84,7 +79,8 @@ def _assert_equal(ours: SetResult, theirs: SetResult) -> None:
         np.testing.assert_allclose(ours.outputs[name], array, rtol=tolerance, atol=tolerance)
 
 
-def test_neither_ranks_nor_batch_size_change_anything(sudoku_folder, acted):
+def test_neither_ranks_nor_batch_size_change_anything(sudoku_folder):
+    acted = _evaluate(sudoku_folder)
     _assert_equal(_evaluate(sudoku_folder, batch_size=1000), acted)
     _assert_equal(run_ranks(_evaluate, 3, sudoku_folder, "trm", "act", 21)[0], acted)
 
@@ -98,8 +94,20 @@ def test_stages_of_a_pipeline_go_on_together(tmp_path):
     _assert_equal(run_ranks(_evaluate, 4, tmp_path / "data", "trm", "act", 24, 2, 2)[0], alone)
 
 
-def test_running_all_steps_tells_what_halting_would_give(sudoku_folder, acted):
-    everything = _evaluate(sudoku_folder, halting="max")
+def test_halting_needs_fewer_calls_and_all_steps_tell_what_it_would_give(sudoku_folder, monkeypatch):
+    counts, results = {}, {}
+    forward = HaltingModel.forward
+
+    def counted(self, carry, *arguments, **options):
+        counts[halting] = counts.get(halting, 0) + len(carry.steps)
+        return forward(self, carry, *arguments, **options)
+
+    monkeypatch.setattr(HaltingModel, "forward", counted)
+    for halting in ("max", "act"):
+        results[halting] = _evaluate(sudoku_folder, halting=halting, batch_size=16)
+    everything, acted = results.values()
+    assert counts["max"] == 112 * _STEPS  # rows with padding
+    assert counts["act"] <= acted.metrics["steps"] * 100 + 16 * _STEPS
     assert everything.metrics["steps"] == _STEPS
     assert everything.metrics["act_steps"] == pytest.approx(acted.metrics["steps"])
     assert everything.metrics["act_exact_accuracy"] == pytest.approx(acted.metrics["exact_accuracy"])
@@ -109,24 +117,13 @@ def test_running_all_steps_tells_what_halting_would_give(sudoku_folder, acted):
     assert len(everything.exact_accuracy_after_each_step) == _STEPS
 
 
-@pytest.mark.slow
-def test_halting_needs_fewer_calls(sudoku_folder, monkeypatch):
-    counts = {}
-    forward = HaltingModel.forward
-
-    def counted(self, carry, *arguments, **options):
-        counts[halting] = counts.get(halting, 0) + len(carry.steps)
-        return forward(self, carry, *arguments, **options)
-
-    monkeypatch.setattr(HaltingModel, "forward", counted)
-    for halting in ("max", "act"):
-        result = _evaluate(sudoku_folder, halting=halting, batch_size=16)
-    assert counts["max"] == 112 * _STEPS  # rows with padding
-    assert counts["act"] <= result.metrics["steps"] * 100 + 16 * _STEPS
+_MODELS = ("hrm", "trm", "urm", "fprm", "serrm", "transformer")
 
 
-@pytest.mark.parametrize("name", ["hrm", "trm", "urm", "fprm", "serrm", "transformer"])
-@pytest.mark.parametrize("loss_type", ["stablemax_cross_entropy", "softmax_cross_entropy"])
+@pytest.mark.parametrize(
+    ("name", "loss_type"),
+    [*((name, "stablemax_cross_entropy") for name in _MODELS), ("trm", "softmax_cross_entropy")],
+)
 def test_a_trace_is_what_the_network_answers_after_each_step(name, loss_type):
     """Its probabilities are those that the loss compares with the labels."""
     loss = tiny_arch(name).loss.model_dump() | {"loss_type": loss_type}

@@ -109,7 +109,7 @@ def _gradients_of_each(names: list[str], numbers: list[int], skips: bool) -> dic
     return {(name, num_parts): _gradients(_OPTIONS[name], num_parts, skips) for name, num_parts in cases}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_gradients_are_those_of_the_whole_batch(num_ranks):
     expected = _oracle(num_ranks=num_ranks)
     norm = float(torch.cat([value.flatten() for value in expected.values()]).norm())

@@ -35,15 +35,12 @@ def _fused_flops(q: tuple, k: tuple, v: tuple, *_: object, **__: object) -> int:
 # Torch does not count this kernel.
 _FUSED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _fused_flops}
 _CONV = {"pos_encodings": "none", "puzzle_emb_ndim": 0, "puzzle_emb_len": 0, "conv": "instead"}
-_CASES = [
+_CASES = [  # beside every model: targets, calls with and without gradient, convolutions, other sizes
     *((name, {}) for name in architectures()),
-    *(("hrm", {"q_target": "exact"}), ("hrm", {"gradient_cycles": 1}), ("hrm", {"no_ACT_continue": True})),
-    *(("trm", {"gradient_cycles": 0}), ("trm", {"gradient_cycles": 2, "L_cycles": 3, "H_cycles": 3})),
-    ("trm", {"mlp_t": True, "pos_encodings": "none"}),
-    *(("trm", {"conv": "beside"}), ("trm", _CONV), ("trm", {"is_frozen": True})),
-    *(("urm", {"gradient_cycles": 0, "L_cycles": 3}), ("serrm", {"equivariant_symbols": False})),
+    *(("hrm", {"q_target": "exact"}), ("hrm", {"no_ACT_continue": True})),
+    ("trm", {"gradient_cycles": 2, "L_cycles": 3, "H_cycles": 3}),
+    *(("trm", _CONV), ("trm", {"is_frozen": True}), ("serrm", {"equivariant_symbols": False})),
     ("fprm", {"conv_type": "conv1d", "puzzle_emb_ndim": 0}),
-    ("ldt", {"pos_encodings": "rope"}),
 ]
 
 

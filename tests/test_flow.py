@@ -23,6 +23,7 @@ from models.objective import CROSS_ENTROPIES, PROBABILITIES, stablemax
 from models.random import SlotRng
 from tests.float64 import assert_close, in_float64
 from tests.ranks import run_ranks
+from tests.sudoku_source import build_sets
 from tests.tiny import FACTS, draws_of, halting_model, random_batch, tiny_model
 
 _V = FACTS.vocab_size
@@ -210,26 +211,19 @@ def _evaluate_split(folder: Path, batch_size: int) -> SetResult | None:
 
 
 @pytest.mark.slow
-def test_neither_ranks_nor_batch_size_change_an_answer(sudoku_folder):
-    results = [in_float64(_evaluate_split, sudoku_folder, size) for size in (16, 300)]
-    results.append(run_ranks(in_float64, 2, _evaluate_split, sudoku_folder, 24)[0])
+def test_neither_ranks_nor_batch_size_change_an_answer(tmp_path):
+    build_sets("sudoku", tmp_path, "--generate", 20, "--num-test", 30, "--box", "2x2")
+    results = [in_float64(_evaluate_split, tmp_path, size) for size in (16, 300)]
+    results.append(run_ranks(in_float64, 2, _evaluate_split, tmp_path, 24)[0])
     for each in results[1:]:
         assert np.array_equal(each.outputs["preds"], results[0].outputs["preds"])
         assert each.metrics == pytest.approx(results[0].metrics, rel=1e-9)
 
 
-def test_stablemax_has_finite_gradients_and_the_bits_of_before():
+def test_stablemax_has_finite_gradients():
     logits = torch.tensor([[[1.0, 0.0, -1.0, 3.0], [1.0, 1.0, -0.0, -1e4]]], requires_grad=True)
     stablemax(logits).square().sum().backward()
     assert logits.grad.isfinite().all()
-    wide = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(5, (3, 4))
-    s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
-    before = -torch.log(s / s.sum(-1, keepdim=True)).gather(-1, labels[..., None])[..., 0]
-    now = CROSS_ENTROPIES["stablemax_cross_entropy"](wide, labels, label_smoothing=0.0)
-    assert torch.equal(now, before)
-    gradients = [torch.autograd.grad(each.sum(), wide)[0] for each in (now, before)]
-    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("name", PROBABILITIES)

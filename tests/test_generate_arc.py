@@ -78,15 +78,15 @@ def test_answers_are_the_recorded_ones(generated):
 
 
 @pytest.mark.slow
-def test_rules_are_drawn_from_all_that_there_are():
+def test_rules_are_drawn_from_all_that_there_are(monkeypatch):
     assert {name: len(set(family.rules)) for name, family in FAMILIES.items()} == {
         "fill": 9 * 8 * 2, "recolour": 36 * (8 * 8 - 7), "mirror": 8, "count": 9 * 2 * 9 * 3,
         "connect": 9 * 9 * 4,
     }  # fmt: skip
-    generated = generate_tasks(43, subset="a", seed=0)
-    mirrors = [rule for task, rule in generated if task.id.startswith("mirror")]
-    assert len(mirrors) == 9
-    assert set(mirrors) == set(FAMILIES["mirror"].rules), "each once, before any is there twice"
+    monkeypatch.setattr(generate, "FAMILIES", {"mirror": FAMILIES["mirror"]})
+    mirrors = [rule for _, rule in generate_tasks(9, subset="a", seed=0)]
+    assert set(mirrors[:8]) == set(FAMILIES["mirror"].rules), "each once, before any is there twice"
+    assert mirrors[8] in mirrors[:8]
 
 
 def test_demonstrations_are_trained_on_and_tests_evaluated(folder):

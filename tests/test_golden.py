@@ -44,6 +44,7 @@ def test_parity_is_printed(monkeypatch, capsys):
     replay = functools.partial(golden.replay, first_step=8)
     monkeypatch.setattr(golden_program, "replay", replay)
     monkeypatch.setattr(golden_program, "find_runs", lambda folder: _RUNS[:1])
+    monkeypatch.setattr(ldt, "find_runs", lambda folder: [])
     assert golden_program.main() == 1
     assert "step 1: loss is " in capsys.readouterr().out
 

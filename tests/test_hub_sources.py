@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
 
 import pytest
 
@@ -15,7 +14,7 @@ from dataset.build.sources import find_source_files
 from runtime import hub
 from runtime.hub import Address, download
 from tests.hub_server import HubServer, hub_server
-from tests.ranks import Finished, run_program, run_ranks
+from tests.ranks import Finished, call_each, run_program, run_ranks
 
 pytestmark = pytest.mark.slow  # each program loads the client
 
@@ -107,7 +106,7 @@ def _refusals(folder: Path, environment: dict[str, str], addresses: list[str]) -
     os.environ.update(environment)
     lines, words = [], ["--output-dir", str(folder / "data"), "--box", "2x2", "--source"]
     for address in addresses:
-        is_model = address == "hf://owner/name"
+        is_model = address.startswith("hf://owner/name")
         try:
             with contextlib.redirect_stdout(None):
                 find_checkpoint(address) if is_model else build_dataset("sudoku", [*words, address])
@@ -147,39 +146,44 @@ def test_mistakes_are_one_line(server, files, tmp_path):
     assert run_ranks(_refusals, 1, tmp_path, with_token, ["hf://datasets/owner/private"]) == [[]]
 
 
-@pytest.mark.parametrize(
-    ("cached", "gone", "told"),
-    [
-        (["config.json"], [], "contains no checkpoint. Expected config.json and model.safetensors, or"),
-        (["config.json", "model.safetensors"], ["model.safetensors"], "contains no checkpoint. Expected "),
-        (["config.json", "model.safetensors.index.json"], [], "contains no checkpoint. Expected "),
-        ([], [], "contains no checkpoint. Expected "),
-        (["train.csv"], [], "has no test.csv (or "),
-    ],
-)
-def test_without_the_hub_an_incomplete_cache_is_described(tmp_path, cached, gone, told):
-    kind = "dataset" if "train.csv" in cached else "model"
-    names = [name for name in cached if name not in gone]
+# Files in the cache, those of them that are then removed, and what the line says.
+_INCOMPLETE = [
+    (["config.json"], [], "contains no checkpoint. Expected config.json and model.safetensors, or"),
+    (["config.json", "model.safetensors"], ["model.safetensors"], "contains no checkpoint. Expected "),
+    (["config.json", "model.safetensors.index.json"], [], "contains no checkpoint. Expected "),
+    ([], [], "contains no checkpoint. Expected "),
+    (["train.csv"], [], "has no test.csv (or "),
+]
+
+
+def test_without_the_hub_an_incomplete_cache_is_described(tmp_path):
+    kinds = ["dataset" if "train.csv" in cached else "model" for cached, *_ in _INCOMPLETE]
     with hub_server() as server:
-        server.add(kind, "owner/name", dict.fromkeys([*cached, "others"], b"x"))
         environment = server.environment(tmp_path / "home")
-        assert run_ranks(_download, 1, environment, kind, [*cached, "others"]) == [None]
-    (snapshot,) = (tmp_path / "home").rglob("snapshots/*")
-    (snapshot / "others").unlink()
-    for name in gone:
-        (snapshot / name).resolve().unlink()
-    address = f"hf://{'datasets/' * (kind == 'dataset')}owner/name"
-    ((line,),) = run_ranks(_refusals, 1, tmp_path, environment | {"HF_HUB_OFFLINE": "1"}, [address])
-    assert line.startswith(f"the cached copy of {address} {told}")
-    links = f", and links to files that are gone ({', '.join(gone)})" if gone else ""
-    ending = f". It has {', '.join(names) or 'no files'}{links}. Connect to the Hub once, and start again."
-    assert line.endswith(ending)
+        downloads = []
+        for number, (kind, (cached, *_)) in enumerate(zip(kinds, _INCOMPLETE, strict=True)):
+            names = [*cached, "others"]
+            server.add(kind, f"owner/name{number}", dict.fromkeys(names, b"x"))
+            downloads.append((environment, Address(kind, f"owner/name{number}"), names))
+        run_ranks(call_each, 1, _download, downloads)
+    for number, (_, gone, _) in enumerate(_INCOMPLETE):
+        (snapshot,) = (tmp_path / "home").rglob(f"*--name{number}/snapshots/*")
+        (snapshot / "others").unlink()
+        for name in gone:
+            (snapshot / name).resolve().unlink()
+    addresses = [f"hf://{'datasets/' * (kind == 'dataset')}owner/name{n}" for n, kind in enumerate(kinds)]
+    (lines,) = run_ranks(_refusals, 1, tmp_path, environment | {"HF_HUB_OFFLINE": "1"}, addresses)
+    for line, address, (cached, gone, told) in zip(lines, addresses, _INCOMPLETE, strict=True):
+        assert line.startswith(f"the cached copy of {address} {told}")
+        links = f", and links to files that are gone ({', '.join(gone)})" if gone else ""
+        names = ", ".join(name for name in cached if name not in gone) or "no files"
+        assert line.endswith(f". It has {names}{links}. Connect to the Hub once, and start again.")
 
 
-def _download(environment: dict[str, str], kind: Literal["model", "dataset"], names: list[str]) -> None:
+def _download(environment: dict[str, str], address: Address, names: list[str]) -> None:
     os.environ.update(environment)
     with contextlib.redirect_stdout(None):
-        download(Address(kind, "owner/name"), lambda _: names, by_hand="")
+        download(address, lambda _: names, by_hand="")
 
 
 def _take_every_csv_file(environment: dict[str, str]) -> str:
