@@ -214,7 +214,7 @@ def test_a_run_that_does_not_get_better_ends_early(tmp_path, sudoku_folder):
     assert (run / "step_16").is_dir()
     again = complete_program("pretrain", *words, folder=tmp_path, world_size=2)
     assert "nothing to do" in again.stdout
-    more = complete_program("pretrain", *words, "stop_patience=3", folder=tmp_path, world_size=2)
+    more = complete_program("pretrain", *words, "stop_patience=3", folder=tmp_path)
     assert "done: run is at training step 24 of 24" in more.stdout
 
 
