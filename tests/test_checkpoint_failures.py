@@ -147,6 +147,7 @@ def test_the_run_ends_with_an_error_if_its_last_save_failed(tmp_path, sudoku_fol
     """Training goes on to the end."""
     assert run_ranks(_train_on_a_full_disk, 2, tmp_path, sudoku_folder) == [1, 1]
     assert logged_rows(tmp_path / "run")[-1]["step"] == 4
+    assert json.loads((tmp_path / "run" / "status").read_text()) == {"status": "failed", "step": 4}
     assert not checkpoint_names(tmp_path / "run")
 
 

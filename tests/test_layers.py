@@ -111,7 +111,7 @@ def test_weights_are_float32_and_activations_bfloat16():
 def test_initial_values_of_the_published_model():
     torch.manual_seed(0)
     facts = dataclasses.replace(FACTS, vocab_size=11, seq_len=81, num_puzzle_identifiers=3)
-    arch = tiny_arch(hidden_size=512, num_heads=8, H_layers=4, L_layers=4, puzzle_emb_ndim=512)
+    arch = tiny_arch(hidden_size=512, num_heads=8, puzzle_emb_ndim=512)
     network = build_model(arch, facts).network
     assert network.embed_tokens.embedding_weight.std().item() == pytest.approx(512**-0.5, rel=0.05)
     assert network.lm_head.weight.std().item() == pytest.approx(512**-0.5, rel=0.05)

@@ -272,9 +272,10 @@ def test_evaluate_states_what_a_run_and_its_predecessor_were_trained_on(leaky, t
     main, extra = leaky
     words = (*OVERRIDES, "epochs=2")
     second = [f"data_path={main}", "init_from=first"]
-    for name, more in (("first", [f"data_path={extra}"]), ("second", second)):
-        finished = complete_program("pretrain", *words, *more, f"checkpoint_path={name}", folder=tmp_path)
-    assert "10 of 20 test puzzles were trained on: set eval/all" in finished.stderr
+    for ranks, name, more in ((1, "first", [f"data_path={extra}"]), (2, "second", second)):
+        options = {"folder": tmp_path, "world_size": ranks}
+        finished = complete_program("pretrain", *words, *more, f"checkpoint_path={name}", **options)
+    assert finished.stderr.count("10 of 20 test puzzles were trained on: set eval/all") == 1
     logged = logged_rows(tmp_path / "second")[-1]
     found = []
     for ranks in (1, 2):
@@ -285,26 +286,9 @@ def test_evaluate_states_what_a_run_and_its_predecessor_were_trained_on(leaky, t
         found.append(json.loads((tmp_path / str(ranks) / "metrics.json").read_text())["all"])
         for name in ("trained_on", "trained_on_rate", "unseen/exact_accuracy", "unseen/count"):
             assert found[-1][name] == pytest.approx(logged[f"eval/all/{name}"], abs=1e-4)
-    words = ("checkpoint=second", "output_dir=3", "leaks=error")
-    finished = run_program("evaluate", *words, folder=tmp_path, world_size=2)
-    assert set(finished.statuses) == {1}
-    assert "leaks=error: 10 of 20" in finished.stderr
-
-
-@pytest.mark.slow
-def test_a_run_logs_the_same_on_any_number_of_ranks(leaky, tmp_path):
-    words = (f"data_path=[{leaky[0]},{leaky[1]}]", *OVERRIDES, "epochs=2", "evaluators=[]")
-    for ranks in (1, 2):
-        options = {"folder": tmp_path, "world_size": ranks}
-        finished = complete_program("pretrain", *words, f"checkpoint_path={ranks}", **options)
-        assert finished.stderr.count("10 of 20 test puzzles were trained on") == 1
-    alone, both = (logged_rows(tmp_path / str(ranks))[-1] for ranks in (1, 2))
-    names = {name for name in alone if "trained_on" in name or "unseen" in name}
-    assert {"eval/main.all/unseen/exact_accuracy", "eval/extra.all/trained_on"} <= names
-    for name in names:
-        assert both[name] == pytest.approx(alone[name], abs=1e-4)
-    words = (*words, "leaks=error", "checkpoint_path=3")
-    finished = run_program("pretrain", *words, folder=tmp_path, world_size=2)
-    assert set(finished.statuses) == {1}
-    assert "leaks=error: 10 of 20" in finished.stderr
-    assert not (tmp_path / "3").exists()
+    training = (*OVERRIDES, f"data_path=[{main},{extra}]", "checkpoint_path=third")
+    for program, words in (("pretrain", training), ("evaluate", ("checkpoint=second", "output_dir=3"))):
+        finished = run_program(program, *words, "leaks=error", folder=tmp_path, world_size=2)
+        assert set(finished.statuses) == {1}
+        assert "leaks=error: 10 of 20" in finished.stderr
+    assert not (tmp_path / "third").exists()

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import call_each, run_ranks
+from tests.sudoku_source import build_sets
 from tests.tiny import run_of, tiny_arch, tiny_config
 
 _COLLECTIVES = (
@@ -87,8 +88,9 @@ _ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logg
 
 
 @pytest.mark.slow
-def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku_folder):
-    runs = [(tmp_path / name, sudoku_folder, options) for name, (options, _) in _RUNS.items()]
+def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path):
+    build_sets("sudoku", tmp_path / "data", "--generate", 40, "--num-test", 1, "--box", "2x2")
+    runs = [(tmp_path / name, tmp_path / "data", options) for name, (options, _) in _RUNS.items()]
     for sent in run_ranks(call_each, 2, _messages, runs):
         for (name, (_, step)), messages in zip(_RUNS.items(), sent, strict=True):
             assert messages == [step + _ROW, step, step, step + _ROW], name

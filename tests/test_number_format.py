@@ -1,6 +1,7 @@
 """A run keeps the number format of the machine where it began. An evaluation may take float32."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -197,25 +198,24 @@ def test_another_dtype_elsewhere_is_still_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_continues_in_bfloat16_on_a_machine_that_emulates_it(tmp_path, sudoku_folder):
-    """Once without the key, once with it on both starts: the same bits."""
-    given = ("arch.forward_dtype=bfloat16",)
-    begin = () if choose_format(CPU).name == "bfloat16" else given
+    """Without the key and with it: the same bits. Or as a new run, in float32."""
+    given = "arch.forward_dtype=bfloat16"
+    begin = [] if choose_format(CPU).name == "bfloat16" else [given]
     words = [word for word in OVERRIDES if not word.startswith("arch.forward_dtype")]
     words = [f"data_path={sudoku_folder}", *words, "optimizer=muon"]
-    for name, first, later in (("auto", begin, ()), ("given", given, given)):
-        of_run = [*words, f"checkpoint_path={name}"]
-        complete_program("pretrain", *of_run, *first, "max_steps=3", folder=tmp_path)
-        of_run += [*later, "max_steps=6"]
+    complete_program("pretrain", *words, *begin, "checkpoint_path=auto", "max_steps=3", folder=tmp_path)
+    shutil.copytree(tmp_path / "auto", tmp_path / "given")
+    new, found = ("resume=auto/step_3", "arch.forward_dtype=float32"), {}
+    for name, later in {"auto": (), "given": (given,), "new": new}.items():
+        of_run = [*words, f"checkpoint_path={name}", *later, "max_steps=6"]
         finished = complete_program("pretrain", *of_run, folder=tmp_path, ATEN_CPU_CAPABILITY="avx2")
-        assert "torch finds no bfloat16 instructions (avx2)" in finished.stderr
-    assert_equal(*(saved_tensors(tmp_path / name / "step_6") for name in ("auto", "given")))
-    assert saved_tensors(tmp_path / "auto" / "step_6")["carry.z_H"].dtype == torch.bfloat16
-
-    new = ["checkpoint_path=new", "resume=auto/step_3", "arch.forward_dtype=float32", "max_steps=6"]
-    complete_program("pretrain", *words, *new, folder=tmp_path, ATEN_CPU_CAPABILITY="avx2")
-    ours, theirs = (saved_tensors(tmp_path / name / "step_6") for name in ("new", "auto"))
-    assert ours["carry.z_H"].dtype == torch.float32
-    assert (ours["weights.lm_head.weight"] - theirs["weights.lm_head.weight"]).abs().max() < 0.1
+        assert ("torch finds no bfloat16 instructions (avx2)" in finished.stderr) == (name != "new")
+        found[name] = saved_tensors(tmp_path / name / "step_6")
+    assert_equal(found["auto"], found["given"])
+    assert found["auto"]["carry.z_H"].dtype == torch.bfloat16
+    assert found["new"]["carry.z_H"].dtype == torch.float32
+    difference = found["new"]["weights.lm_head.weight"] - found["auto"]["weights.lm_head.weight"]
+    assert difference.abs().max() < 0.1
 
 
 def _answers(run: Path, data: Path, **options) -> list[np.ndarray]:

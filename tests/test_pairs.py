@@ -18,6 +18,7 @@ from solve import load
 from tests.answers import answers
 from tests.pairs_source import build, grid_of, random_grid, text_of, write_json
 from tests.ranks import complete_program
+from tests.solvers import run_solve
 from tests.tiny import OVERRIDES
 
 
@@ -119,7 +120,7 @@ def test_the_evaluator_counts_each_task(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_learns_from_them(folder, tmp_path):
+def test_a_run_learns_from_them(folder, tmp_path, monkeypatch, capsys):
     arguments = (*OVERRIDES, "evaluators=[pairs]", "wandb_mode=disabled", f"data_path={folder}")
     complete_program("pretrain", *arguments, "checkpoint_path=run", folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -127,9 +128,11 @@ def test_a_run_learns_from_them(folder, tmp_path):
     assert lines[-1]["eval/all/pairs/exact_accuracy"] == lines[-1]["eval/all/exact_accuracy"]
     tasks = json.loads(next((tmp_path / "run" / "evaluation").rglob("tasks.json")).read_text())
     assert {name: task["count"] for name, task in tasks["all"].items()} == {"down": 5, "right": 5}
-    question = ("checkpoint=run", "task=right", "puzzle=abab bbbb aaaa baba", "device=cpu")
-    solved = complete_program("solve", *question, folder=tmp_path)
-    assert "a b a b" in solved.stdout
-    model, rows = load(tmp_path / "run", device="cpu"), "abab bbbb aaaa baba"
+    rows = "abab bbbb aaaa baba"
+    question = (f"checkpoint={tmp_path / 'run'}", "task=right", f"puzzle={rows}")
+    status, solved, _ = run_solve(monkeypatch, capsys, *question)
+    assert status == 0
+    assert "a b a b" in solved
+    model = load(tmp_path / "run", device="cpu")
     one, other = (model.solve(each, task="right") for each in (rows, [[*row] for row in rows.split()]))
     assert one.text == other.text

@@ -234,8 +234,7 @@ def test_a_logger_of_a_plugin_gets_the_rows(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "After 3 of 9 steps, the model solves 25%.\nThe run is over.\n"
 
 
-def test_lion_on_shards_is_lion_on_whole_tensors(tmp_path, monkeypatch):
-    """Its update is that of a loop in float64."""
+def test_updates_of_lion_are_those_of_a_loop_in_float64(tmp_path, monkeypatch):
     monkeypatch.chdir(write_plugins(tmp_path).parent)
     load_plugins(["mine/lion.py"])
     (lion,) = plugins.defined("OPTIMIZER")

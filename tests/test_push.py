@@ -33,7 +33,7 @@ from share.push import upload
 from tests.golden import GOLDEN
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import NUM_THREADS, Finished, complete_program, run_program, run_ranks
-from tests.refusals import cases, check
+from tests.refusals import cases, check, refusal
 from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.slow
@@ -317,10 +317,17 @@ def test_checkpoints_that_cannot_be_read(strangers, trained, tmp_path, given, en
     assert finished.stdout.count("a stranger") == 0
 
 
-@cases("push command lines", "given", "environment")
+@cases("push command lines", "given")
+def test_what_is_refused_before_the_hub_is_asked(trained, monkeypatch, given, words):
+    monkeypatch.setattr("share.push.upload", None)
+    monkeypatch.chdir(trained.parent)
+    given = given.replace("PUBLISHED", str(GOLDEN / "hrm_checkpoint"))
+    check(refusal(push, "share push", *shlex.split(given)), words)
+
+
+@cases("pushes", "given", "environment")
 def test_what_cannot_be_pushed(pushed, trained, tmp_path, given, environment, words):
     environment = pushed.environment(tmp_path / "home") | {"HF_TOKEN": pushed.token} | environment
-    given = given.replace("PUBLISHED", str(GOLDEN / "hrm_checkpoint"))
     before = len(pushed.repositories["model", _REPO].commits)
     finished = _push(trained.parent, *shlex.split(given), **environment)
     assert finished.statuses == [1]

@@ -73,7 +73,7 @@ def _optimize(num_used: int, is_sharded: bool, counts: list[int]) -> torch.Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("counts", [[24], [12, 12], [6] * 4, [16, 8, 0]])
+@pytest.mark.parametrize("counts", [[24], [6] * 4, [16, 8, 0]])
 def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(counts):
     size, cases = len(counts), [(num, is_sharded, counts) for num in (2, 10) for is_sharded in (False, True)]
     for (num_used, is_sharded, _), *tables in zip(
@@ -113,11 +113,11 @@ def test_nothing_is_remembered_without_gradient_or_in_evaluation():
     assert len(identifiers) == len(gradients) == 0
 
 
-_STEPS, _GLOBAL_BATCH, _NUM_ROWS = 6, 24, 21  # rows that no number of ranks but 3 divides
+_STEPS, _GLOBAL_BATCH = 5, 24  # slots halt after 4 steps at most
+_NUM_ROWS = 21  # that no number of ranks but 3 divides
 _NAME = "puzzle_emb.weights"
 # By number of ranks.
 _WAYS = {
-    1: {"plain": {}},
     2: {
         "exact target": {"arch": tiny_arch(q_target="exact").model_dump()},
         "serrm": {
@@ -166,7 +166,7 @@ def _train_both_ways(ways: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", _WAYS)
 def test_training_is_the_same_to_the_bit(num_ranks):
     for number, found in enumerate(run_ranks(_train_both_ways, num_ranks, _WAYS[num_ranks])):
         for name, (replicated, rows) in found.items():

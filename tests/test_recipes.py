@@ -20,9 +20,8 @@ _SHALLOW = ("arch.H_cycles=2", "arch.L_cycles=2", "arch.halt_max_steps=3")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "sudoku"
-    build_dataset(
-        "sudoku", ["--output-dir", str(folder), "--generate", "160", "--box", "2x2", "--num-aug", "2"]
-    )
+    words = ("--generate", "160", "--num-test", "16", "--box", "2x2", "--num-aug", "2")
+    build_dataset("sudoku", ["--output-dir", str(folder), *words])
     return folder
 
 

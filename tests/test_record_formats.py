@@ -1,9 +1,6 @@
 """Records: the number format that a folder of runs keeps."""
 
 import json
-import os
-import subprocess
-import sys
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -16,7 +13,7 @@ from records import comparison, machine, seeds
 from records.rungs import RUNGS
 from runtime.reading import read_yaml
 from runtime.writing import to_yaml
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, complete_program
 
 _FORMATS_OF = """
 import sys
@@ -38,12 +35,11 @@ def test_a_folder_of_an_earlier_version_goes_on_in_bfloat16(tmp_path):
     stored["arch"]["forward_dtype"] = "bfloat16"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(to_yaml(stored))
-    command = [sys.executable, "-c", _FORMATS_OF, str(old), str(new)]
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    options = {"cwd": REPOSITORY, "env": environment, "capture_output": True, "text": True}
-    ended = subprocess.run(command, **options)
+    (tmp_path / "formats.py").write_text(_FORMATS_OF)
+    options = {"folder": tmp_path, "world_size": None, "ATEN_CPU_CAPABILITY": "avx2"}
+    ended = complete_program(str(tmp_path / "formats"), str(old), str(new), **options)
     lines = [f"avx2 {' '.join([f'arch.forward_dtype={name}'] * 2)}" for name in ("bfloat16", "float32")]
-    assert ended.stdout.splitlines() == lines, ended.stderr
+    assert ended.stdout.splitlines() == lines
 
 
 def _tune(plan: dict, model_name: str, lr: float, folder: object, *, forward_dtype: str) -> dict:

@@ -25,10 +25,8 @@ from report.compare import comparison_charts
 from report.page import report_run
 from report.page_content import learning_charts, page_values
 from report.run import RunRecord, read_run
-from report.table import build_table, group_runs
-from report.trace import (
-    picture_data,
-)
+from report.table import build_table, group_runs, write_table
+from report.trace import picture_data
 from runtime.metrics_file import METRICS_FILE
 from runtime.writing import write_json
 from tests import refusals
@@ -214,13 +212,14 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
     assert table.rows[1][:3] == ["0.01", "1", "0.900 [0.826, 0.945]"]
 
     for name, part in {
-        "new/folder/a.md": "| 0.01  | 1     | 0.900 [0.826, 0.945] |",
         "a.tex": "lr & seeds & solved & p & best",
         "a.csv": "lr,seeds,solved,low,high,p,best",
     }.items():
-        main([*map(str, folders), "--output", str(tmp_path / "all.html"), "--table", str(tmp_path / name)])
+        write_table(folders, tmp_path / name)
         assert part in (tmp_path / name).read_text()
-    main([*map(str, folders), "--output", str(tmp_path / "all.html")])
+    file = tmp_path / "new" / "folder" / "a.md"
+    main([*map(str, folders), "--output", str(tmp_path / "all.html"), "--table", str(file)])
+    assert "| 0.01  | 1     | 0.900 [0.826, 0.945] |" in file.read_text()
     page = (tmp_path / "all.html").read_text()
     assert "://" not in page
     # Over examples a step counts 24 of them, over seconds half a one, over petaflops an eighth.
