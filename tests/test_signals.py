@@ -88,39 +88,28 @@ def _train(data: Path, run: Path, **options: Any) -> None:
     complete_program("pretrain", *words, folder=run.parent, world_size=2, **options)
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory, sudoku_folder) -> Path:
-    """A run that is left alone."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    _train(sudoku_folder, run)
-    return run
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "module", "name", "call", "step"),
-    [
+def test_a_run_that_is_stopped_goes_on_from_that_step(tmp_path, sudoku_folder):
+    """Rank 1 gets a signal in a step, in the evaluation after a step, and in the last evaluation."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for number, module, name, call, step in (
         (signal.SIGTERM, "training.step", "train_step", 5, 5),
         (signal.SIGUSR1, "training.evaluation", "evaluate_split", 1, 8),
-        (signal.SIGINT, "training.evaluation", "evaluate_split", 2, 16),
-    ],
-)
-def test_a_run_that_is_stopped_goes_on_from_that_step(
-    run, sudoku_folder, whole_run, number, module, name, call, step
-):
-    """Rank 1 gets the signal in the middle of a step, or of the evaluation after it."""
-    _train(sudoku_folder, run, spoil=functools.partial(send_signal, number, module, name, call))
-    for each in range(2):
-        log = (run / "logs" / f"rank_{each}.log").read_text()
-        assert f"is at training step {step} of 16" in log
-        assert f"To continue, run the same command with checkpoint_path={run}." in log
-    assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
-    assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
-    _train(sudoku_folder, run)
+        (signal.SIGINT, "training.evaluation", "evaluate_split", 2, 16),  # the first one is after step 8
+    ):
+        _train(sudoku_folder, run, spoil=functools.partial(send_signal, number, module, name, call))
+        for each in range(2):
+            log = (run / "logs" / f"rank_{each}.log").read_text()
+            assert f"is at training step {step} of 16" in log
+            assert f"To continue, run the same command with checkpoint_path={run}." in log
+        assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
+        assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
+    for path in (run, whole):
+        _train(sudoku_folder, path)
     assert json.loads((run / "status").read_text()) == {"status": "finished", "step": 16}
-    ours, theirs = (path / "step_16" / "weights.safetensors" for path in (run, whole_run))
+    ours, theirs = (path / "step_16" / "weights.safetensors" for path in (run, whole))
     assert ours.read_bytes() == theirs.read_bytes()
-    assert logged_rows(run) == logged_rows(whole_run)
+    assert logged_rows(run) == logged_rows(whole)
 
 
 @pytest.mark.long
