@@ -52,11 +52,6 @@ def every_4x4_grid() -> np.ndarray:
     return grids[are_solved(grids, box=(2, 2))]
 
 
-def test_solve_finds_the_solution_of_a_hard_puzzle():
-    assert solve(digits(QUESTION), box=(3, 3)) == digits(ANSWER)
-    assert count_solutions(digits(QUESTION), box=(3, 3)) == 1
-
-
 def _plain(left: list[set[int]], box: tuple[int, int], counts: list[int]) -> Iterator[list[int]]:
     """The solutions, in order, of a solver with sets in place of bits; counts[0] becomes the guesses."""
     units = unit_cells(box).tolist()
