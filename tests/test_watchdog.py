@@ -260,16 +260,6 @@ def _train_slowly(watchdog: Watchdog) -> None:
             time.sleep(_TICK)
 
 
-def test_ranks_that_were_all_stopped_for_a_while_go_on(start):
-    """A job that the scheduler suspends, for longer than any limit."""
-    ranks = start(_train_slowly, 2)
-    ranks.wait_until_all_say("here")
-    ranks.send(signal.SIGSTOP)
-    time.sleep(1.3 * (_TIMEOUT + watchdog_module._BACKSTOP_TICKS * _TICK))
-    ranks.send(signal.SIGCONT)
-    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
-
-
 def _train_while_the_agent_is_stopped(agent: int, watchdog: Watchdog) -> None:
     os.getppid = lambda: agent
     with watchdog.paused():
@@ -278,17 +268,27 @@ def _train_while_the_agent_is_stopped(agent: int, watchdog: Watchdog) -> None:
     watchdog.step_done(1)
 
 
-def test_ranks_go_on_while_only_torchrun_is_stopped(start, serve_store):
-    """Ctrl-Z in a terminal stops torchrun, but not the ranks, which have sessions of their own."""
-    process, port = serve_store()
-    ranks = start(functools.partial(_train_while_the_agent_is_stopped, process), 2, port=port)
+def test_ranks_go_on_if_all_of_them_or_only_torchrun_was_stopped_for_a_while(start, serve_store):
+    """A scheduler suspends a whole job, for longer than any limit.
+
+    Ctrl-Z in a terminal stops torchrun, but not the ranks, which have sessions of their own.
+    """
+    agent, port = serve_store()
+    of_agent = start(functools.partial(_train_while_the_agent_is_stopped, agent), 2, port=port)
+    of_agent.wait_until_all_say("here")
+    os.kill(agent, signal.SIGSTOP)
+    ranks = start(_train_slowly, 2)
     ranks.wait_until_all_say("here")
-    os.kill(process, signal.SIGSTOP)
-    ranks.wait_until_all_say("is suspended")
+    ranks.send(signal.SIGSTOP)
+    end = time.monotonic() + 1.3 * (_TIMEOUT + watchdog_module._BACKSTOP_TICKS * _TICK)
+    of_agent.wait_until_all_say("is suspended")
     time.sleep(2 * _TIMEOUT)
-    os.kill(process, signal.SIGCONT)
-    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
-    assert ranks.stderr(0).count(f"torchrun (process {process}) is suspended") == 1
+    os.kill(agent, signal.SIGCONT)
+    time.sleep(max(0, end - time.monotonic()))
+    ranks.send(signal.SIGCONT)
+    for each in (of_agent, ranks):
+        assert [each.status(number) for number in (0, 1)] == [0, 0], each.stderr(0)
+    assert of_agent.stderr(0).count(f"torchrun (process {agent}) is suspended") == 1
 
 
 def _serve_store(sender: Connection) -> None:
