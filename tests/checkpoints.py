@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from checkpointing.files import MANIFEST_FILE, manifest_text
 from checkpointing.tensors import find_files, load_joined
 from config.schema import PretrainConfig
 from dataset.description import with_candidates
@@ -16,6 +17,7 @@ from dataset.mixture import fingerprint_of
 from distributed.world import rank
 from models.carry import Carry
 from optimizers.learning_rate import learning_rates
+from runtime.reading import sha256_of
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock
@@ -139,6 +141,13 @@ def resume(run: Path, *, fingerprint: str = FINGERPRINT, **changes) -> TrainStat
 
 def checkpoint_names(run: Path) -> set[str]:
     return {path.name for path in run.glob("step_*")}
+
+
+def seal(checkpoint: Path) -> None:
+    """Writes a manifest with the digests that the files of the checkpoint have now."""
+    paths = [path for path in checkpoint.iterdir() if path.is_file() and path.name != MANIFEST_FILE]
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
+    (checkpoint / MANIFEST_FILE).write_text(manifest_text(files))
 
 
 def flip_bit(path: Path, place: int, bit: int = 0) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -36,7 +35,7 @@ from share.browser import choose_puzzles, keep_embeddings, write_page
 from share.onnx import check_packages, write_step
 from tests.checkpoints import save_on
 from tests.puzzle_sets import IGNORED, write
-from tests.ranks import REPOSITORY
+from tests.ranks import start_program
 from tests.tiny import FACTS, random_batch, tiny_model
 from tests.waiting import wait_for
 
@@ -154,15 +153,17 @@ def test_a_page_keeps_its_other_models(trained, files, tmp_path, monkeypatch):
 def test_a_page_opens_in_the_browser(tmp_path):
     """The program of BROWSER gets the address, and finds the page there."""
     (tmp_path / "models.json").write_text("[]")
-    words = [sys.executable, "-m", "share", "open", str(tmp_path)]
     code = "import sys, urllib.request as web; web.urlretrieve(sys.argv[1] + '/models.json', 'seen')"
     visit = f'{sys.executable} -c "{code}" %s'
-    process = subprocess.Popen(
-        words, cwd=tmp_path, env=os.environ | {"BROWSER": visit, "PYTHONPATH": str(REPOSITORY)}
-    )
+    lines = ["import os, runpy, signal, sys", f"os.environ['BROWSER'] = {visit!r}"]
+    lines += ["signal.signal(signal.SIGINT, signal.default_int_handler)"]  # which jobs of a shell ignore
+    lines += [f"sys.argv[1:] = ['open', {str(tmp_path)!r}]", "runpy.run_module('share', run_name='__main__')"]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    process = start_program(str(tmp_path / "script"), folder=tmp_path)
     wait_for((tmp_path / "seen").exists, "no program was started")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    os.kill(process.pid, signal.SIGINT)
+    process.join(30)
+    assert process.exitcode == 0
 
 
 def assert_onnx_answers_as_torch(name: str, changes: dict, folder: Path) -> None:

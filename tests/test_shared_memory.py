@@ -7,15 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import shared_memory
-from distributed.collectives import all_ranks, barrier
-from distributed.shared_memory import SharedTensors, open_shared_tensors
+from distributed.collectives import ALONE, all_ranks, barrier
+from distributed.shared_memory import open_shared_tensors
 from distributed.world import rank, world_size
 from tests.ranks import call_each, run_ranks
 
@@ -81,20 +79,17 @@ def test_a_sum_waits_for_every_rank():
 
 def _is_refused(how: str) -> list[bool]:
     """Whether there is no shared memory where the last rank cannot map that of the others."""
-    if rank() == world_size() - 1:
-        if how == "no memfd":
-            del os.memfd_create
-        elif how == "too large":
-            shared_memory.os = SimpleNamespace(**vars(os) | {"truncate": _too_large})
-        elif how == "another name":  # as where a number is that of another process, on another machine
-            shared_memory.os = SimpleNamespace(**vars(os) | {"readlink": _other_name})
-    refused = open_shared_tensors(100, torch.float32, all_ranks()) is None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == world_size() - 1:
+            if how == "no memfd":
+                patch.delattr(os, "memfd_create")
+            elif how == "too large":
+                patch.setattr(os, "truncate", _too_large)
+            elif how == "another name":  # as where a number is that of another process, on another machine
+                patch.setattr(os, "readlink", lambda _: "/memfd:ranks_0 (deleted)")
+        refused = open_shared_tensors(100, torch.float32, all_ranks()) is None
     barrier()
     return [refused, any("ranks_" in os.readlink(each) for each in _open_files())]
-
-
-def _other_name(_path: str) -> str:
-    return "/memfd:ranks_0 (deleted)"
 
 
 def _too_large(_file: int, _size: int) -> None:
@@ -105,24 +100,19 @@ def _open_files() -> list[Path]:
     return [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
 
 
-@pytest.mark.parametrize("how", ["no memfd", "too large", "another name"])
-def test_where_one_rank_cannot_map_none_shares(how):
-    assert run_ranks(_is_refused, 2, how) == [[True, False]] * 2
+def test_where_one_rank_cannot_map_none_shares():
+    cases = [("no memfd",), ("too large",), ("another name",)]
+    assert run_ranks(call_each, 2, _is_refused, cases) == [[[True, False]] * 3] * 2
 
 
-def _is_shared(**environment: str) -> bool:
-    os.environ.update(environment)
-    return isinstance(open_shared_tensors(100, torch.float32, all_ranks()), SharedTensors)
-
-
-def _is_shared_on_two_nodes() -> bool:
-    return _is_shared(GROUP_WORLD_SIZE="2")
+def _is_shared(num_nodes: int) -> bool:
+    os.environ["GROUP_WORLD_SIZE"] = str(num_nodes)
+    return open_shared_tensors(100, torch.float32, all_ranks()) is not None
 
 
 def test_only_several_ranks_of_one_node_share():
-    assert run_ranks(_is_shared, 2) == [True, True]
-    assert run_ranks(_is_shared, 1) == [False]
-    assert run_ranks(_is_shared_on_two_nodes, 2) == [False, False]
+    assert run_ranks(call_each, 2, _is_shared, [(1,), (2,)]) == [[True, False]] * 2
+    assert open_shared_tensors(100, torch.float32, ALONE) is None
 
 
 def _files_and_maps() -> list[int]:

@@ -18,26 +18,30 @@ import torch
 
 from distributed.signals import SIGNALS, Interruption, stop_signals
 from distributed.world import rank
-from tests.ranks import REPOSITORY, complete_program, run_ranks, send_signal
+from tests.ranks import REPOSITORY, call_each, complete_program, run_ranks, send_signal, start_program
 from tests.tiny import OVERRIDES, logged_rows
 from tests.waiting import read, wait_for
 
 
-def _ask_after_a_signal(number: int, asked_rank: int) -> list[bool]:
+def _ask_after_a_signal(number: int) -> list[bool]:
+    _handle_signals_as_a_new_process()
     answers = []
     with Interruption() as interruption:
         for step in range(4):
-            if step == 2 and rank() == asked_rank:
+            if step == 2 and rank() == 1:
                 os.kill(os.getpid(), number)
             answers.append(interruption.all_reduce_request())
     return answers
 
 
-@pytest.mark.parametrize(
-    "number", [SIGNALS[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS[1:])]
-)
-def test_all_ranks_agree(number):
-    assert run_ranks(_ask_after_a_signal, 3, number, 1) == [[False, False, True, True]] * 3
+def _handle_signals_as_a_new_process() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def test_all_ranks_agree():
+    found = run_ranks(call_each, 3, _ask_after_a_signal, [(number,) for number in SIGNALS])
+    assert found == [[[False, False, True, True]] * len(SIGNALS)] * 3
 
 
 def test_afterwards_signals_are_what_they_were():
@@ -49,6 +53,7 @@ def test_afterwards_signals_are_what_they_were():
 
 
 def _signal_at_the_end(ends_by_error: bool) -> bool:
+    _handle_signals_as_a_new_process()
     with contextlib.suppress(RuntimeError), Interruption() as interruption:
         if ends_by_error:
             raise RuntimeError
@@ -57,23 +62,24 @@ def _signal_at_the_end(ends_by_error: bool) -> bool:
     return True
 
 
-@pytest.mark.parametrize("ends_by_error", [False, True])
-def test_once_all_stop_or_this_rank_fails_a_late_signal_ends_nothing(ends_by_error):
+def test_once_all_stop_or_this_rank_fails_a_late_signal_ends_nothing():
     """torchrun sends one to each rank when it starts all again, also to those that know it from others."""
-    assert run_ranks(_signal_at_the_end, 2, ends_by_error) == [True, True]
+    assert run_ranks(call_each, 2, _signal_at_the_end, [(False,), (True,)]) == [[True, True]] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("is_paused", "count", "status"), [(True, 1, 0), (True, 2, 125), (False, 1, 125)])
-def test_a_step_without_end_is_ended_but_a_save_or_an_evaluation_only_by_two_signals(
-    is_paused, count, status
-):
-    lines = ["import os, signal, time", "from distributed import signals", "signals._GRACE_SECONDS = 0.1"]
-    lines += [f"with signals.Interruption(lambda: {is_paused}):"]
-    lines += [" os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1)"] * count
-    command = [sys.executable, "-c", "\n".join([*lines, " time.sleep(3)"])]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert ended.returncode == status, ended.stderr
+def test_a_step_without_end_is_ended_but_a_save_or_an_evaluation_only_by_two_signals(tmp_path):
+    processes = []
+    for is_paused, count in ((True, 1), (True, 2), (False, 1)):
+        lines = ["import os, signal, time", "from distributed import signals", "signals._GRACE_SECONDS = 0.1"]
+        lines += [f"with signals.Interruption(lambda: {is_paused}):"]
+        lines += [" os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1)"] * count
+        name = f"{is_paused}_{count}"
+        (tmp_path / f"{name}.py").write_text("\n".join([*lines, " time.sleep(3)"]))
+        processes.append(start_program(str(tmp_path / name), folder=tmp_path))
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 125, 125]
 
 
 def _train(data: Path, run: Path, **options: Any) -> None:
@@ -82,39 +88,28 @@ def _train(data: Path, run: Path, **options: Any) -> None:
     complete_program("pretrain", *words, folder=run.parent, world_size=2, **options)
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory, sudoku_folder) -> Path:
-    """A run that is left alone."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    _train(sudoku_folder, run)
-    return run
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "module", "name", "call", "step"),
-    [
+def test_a_run_that_is_stopped_goes_on_from_that_step(tmp_path, sudoku_folder):
+    """Rank 1 gets a signal in a step, in the evaluation after a step, and in the last evaluation."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for number, module, name, call, step in (
         (signal.SIGTERM, "training.step", "train_step", 5, 5),
         (signal.SIGUSR1, "training.evaluation", "evaluate_split", 1, 8),
-        (signal.SIGINT, "training.evaluation", "evaluate_split", 2, 16),
-    ],
-)
-def test_a_run_that_is_stopped_goes_on_from_that_step(
-    run, sudoku_folder, whole_run, number, module, name, call, step
-):
-    """Rank 1 gets the signal in the middle of a step, or of the evaluation after it."""
-    _train(sudoku_folder, run, spoil=functools.partial(send_signal, number, module, name, call))
-    for each in range(2):
-        log = (run / "logs" / f"rank_{each}.log").read_text()
-        assert f"is at training step {step} of 16" in log
-        assert f"To continue, run the same command with checkpoint_path={run}." in log
-    assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
-    assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
-    _train(sudoku_folder, run)
+        (signal.SIGINT, "training.evaluation", "evaluate_split", 2, 16),  # the first one is after step 8
+    ):
+        _train(sudoku_folder, run, spoil=functools.partial(send_signal, number, module, name, call))
+        for each in range(2):
+            log = (run / "logs" / f"rank_{each}.log").read_text()
+            assert f"is at training step {step} of 16" in log
+            assert f"To continue, run the same command with checkpoint_path={run}." in log
+        assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
+        assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
+    for path in (run, whole):
+        _train(sudoku_folder, path)
     assert json.loads((run / "status").read_text()) == {"status": "finished", "step": 16}
-    ours, theirs = (path / "step_16" / "weights.safetensors" for path in (run, whole_run))
+    ours, theirs = (path / "step_16" / "weights.safetensors" for path in (run, whole))
     assert ours.read_bytes() == theirs.read_bytes()
-    assert logged_rows(run) == logged_rows(whole_run)
+    assert logged_rows(run) == logged_rows(whole)
 
 
 @pytest.mark.long

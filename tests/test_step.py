@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.tiny import random_batch, run_losses, tiny_arch, tiny_config, tiny_model
 from training.metrics import training_metrics
 
-_GLOBAL_BATCH = 24
+_STEPS, _GLOBAL_BATCH = 6, 24
 _NOISE = {"init_noise": 1.0, "state_noise": 0.1, "damping": 0.95}
 
 # What must not change a run: the name says what, the values are config keys (arch.* among them).
@@ -92,18 +92,21 @@ def _assert_same_run(together: list[dict], alone: dict, what: str) -> None:
     assert together[0]["metrics"] == pytest.approx(alone["metrics"], rel=TOLERANCE), what
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "steps"),
-    [(2, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 6), (4, 10)))],
-)
-def test_several_ranks_are_the_same_run(num_ranks, steps):
-    """And so is every way to save memory or to exchange gradients."""
-    names = _SAME_RUNS if num_ranks == 2 else ("plain", "accumulation and checkpointing")
-    (alone,) = _run_ranks(_train, 1, steps, {})
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    """The run of one process."""
+    (alone,) = _run_ranks(_train, 1, _STEPS, {})
     assert alone["halted"].any()
     assert not alone["halted"].all()
     assert alone["steps"].unique().numel() > 1, "the slots are at different steps, or this proves little"
-    ranks = _run_ranks(_train_each, num_ranks, steps, {name: _SAME_RUNS[name] for name in names})
+    return alone
+
+
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4))])
+def test_several_ranks_are_the_same_run(num_ranks, alone):
+    """And so is every way to save memory or to exchange gradients."""
+    names = _SAME_RUNS if num_ranks == 2 else ("accumulation and checkpointing",)
+    ranks = _run_ranks(_train_each, num_ranks, _STEPS, {name: _SAME_RUNS[name] for name in names})
     for name in names:
         _assert_same_run([each[name] for each in ranks], alone, name)
 
@@ -147,12 +150,11 @@ def test_ranks_of_an_elastic_run_have_fewer_slots_or_none():
 
 def _train_on_nodes() -> dict:
     os.environ["GROUP_WORLD_SIZE"] = "2"
-    return _train(3, {"data_parallel_shard_degree": -1})
+    return _train(_STEPS, {"data_parallel_shard_degree": -1})
 
 
 @pytest.mark.slow
-def test_nodes_of_several_ranks_are_the_same_run():
-    (alone,) = _run_ranks(_train, 1, 3, {})
+def test_nodes_of_several_ranks_are_the_same_run(alone):
     _assert_same_run(_run_ranks(_train_on_nodes, 4), alone, "4 ranks on 2 nodes")
 
 
@@ -165,17 +167,16 @@ def test_gradients_on_the_wire_in_bfloat16():
 
 
 @pytest.mark.slow
-def test_clipping():
+def test_clipping(alone):
     """The norm that is told is that before; what the optimizer sees has at most the norm asked for."""
-    (free,) = _run_ranks(_train, 1, 3, {})
-    limit = 0.5 * min(free["norms"])
-    for each in _run_ranks(_train, 2, 3, {"grad_clip_norm": limit}):
-        assert each["norms"][0] == pytest.approx(free["norms"][0], rel=TOLERANCE)
+    limit = 0.5 * min(alone["norms"])
+    for each in _run_ranks(_train, 2, 1, {"grad_clip_norm": limit}):
+        assert each["norms"][0] == pytest.approx(alone["norms"][0], rel=TOLERANCE)
         clipped = torch.cat([value.flatten() for value in each["gradients"][0].values()])
-        whole = torch.cat([value.flatten() for value in free["gradients"][0].values()])
-        assert_close(clipped, whole * limit / free["norms"][0])
-    (loose,) = _run_ranks(_train, 1, 3, {"grad_clip_norm": 2 * max(free["norms"])})
-    assert all(torch.equal(loose["weights"][name], value) for name, value in free["weights"].items())
+        whole = torch.cat([value.flatten() for value in alone["gradients"][0].values()])
+        assert_close(clipped, whole * limit / alone["norms"][0])
+    (loose,) = _run_ranks(_train, 1, _STEPS, {"grad_clip_norm": 2 * max(alone["norms"])})
+    assert all(torch.equal(loose["weights"][name], value) for name, value in alone["weights"].items())
 
 
 def test_learning_rates_scale_with_the_batch():

@@ -1,7 +1,6 @@
 """Files and words of strangers: none costs more than its size, leaves its line, or is written through."""
 
 import gzip
-import hashlib
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpointing.files import manifest_text, read_state
+from checkpointing.files import read_state
 from checkpointing.finding import SHIPPED, find_checkpoint
 from checkpointing.loading import load_trained_model, load_weights
 from checkpointing.tensors import find_files, load_joined, save_section
@@ -34,7 +33,7 @@ from report.page import write_report
 from runtime.reading import read_arrays, read_lines, read_text
 from runtime.writing import to_yaml, write_text
 from share.card import _build_command, _plain
-from tests.checkpoints import resume, save
+from tests.checkpoints import resume, save, seal
 from tests.puzzle_sets import write as make_dataset
 from tests.ranks import REPOSITORY
 from training.run_config import describe_changes
@@ -171,10 +170,7 @@ def test_a_state_from_which_no_run_can_continue_is_refused(tmp_path, capsys, cha
     path = run / "step_5" / "state.json"
     state = {} if changes is None else json.loads(path.read_text()) | changes
     path.write_text(json.dumps(state))
-    files = json.loads((run / "step_5" / "manifest.json").read_text())["files"]
-    content = path.read_bytes()
-    files["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (run / "step_5" / "manifest.json").write_text(manifest_text(files))
+    seal(path.parent)
     with pytest.raises(SystemExit):
         resume(run)
     (line,) = capsys.readouterr().err.splitlines()

@@ -29,7 +29,9 @@ def judge(tmp_path, monkeypatch):
     (tmp_path / "files" / "text").write_text("a")
     monkeypatch.setattr(fuzz, "_SECONDS", 1)
 
-    def judge(read, *, is_sealed: bool = False) -> str:
+    def judge(read, *, is_sealed: bool = False, seconds: int = 60) -> str:
+        monkeypatch.setattr(fuzz, "_TOTAL_SECONDS", seconds)
+
         def change(folder: Path, _draw: random.Random) -> str:
             (folder / "text").write_text("b")
             return "a -> b"
@@ -58,7 +60,7 @@ def test_what_is_bad_is_found(judge):
     assert judge(lambda _: _raise(KeyError("x"))) == "bad: traceback"
     assert judge(lambda _: _raise(SystemExit(0))) == "bad: ended"
     assert judge(lambda _: os._exit(3)) == "bad: status 3"
-    assert judge(lambda _: time.sleep(60)) == "bad: too long"
+    assert judge(lambda _: time.sleep(60), seconds=1) == "bad: too long"
     assert judge(lambda _: _touch()) == "bad: executed"
     assert judge(lambda _: str(len(bytearray(3 * 2**30)))) == "bad: memory"
 

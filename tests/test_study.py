@@ -70,19 +70,7 @@ def test_the_page_of_a_study_shows_what_there_is(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_trial_is_not_pruned_at_its_last_evaluation(tmp_path):
-    space = read_space(["lr=choice(1,2)", "epochs=2", "eval_interval=1"])
-    config = validate_config(SearchConfig, load_defaults("search") | {"study": "s", "startup_trials": 1})
-    study = Study(tmp_path / "s.db", config, space, space.check())
-    for values in ([0.8, 0.9], [0.1, 0.2]):
-        trial, _ = study.begin()
-        is_pruned = [study.report(trial, values[:number]) for number in (1, 2)]
-        study.optuna.tell(trial, values[-1])
-    assert is_pruned == [True, False]
-
-
-@pytest.mark.slow
-def test_a_search_killed_before_it_prunes_a_trial_prunes_it_later(tmp_path):
+def test_a_search_killed_before_it_prunes_a_trial_prunes_it_later_but_not_at_its_last_evaluation(tmp_path):
     space = read_space(["lr=choice(1,2)", "epochs=3", "eval_interval=1"])
     config = validate_config(SearchConfig, load_defaults("search") | {"study": "s", "startup_trials": 1})
     study = Study(tmp_path / "s.db", config, space, space.check())
@@ -96,6 +84,7 @@ def test_a_search_killed_before_it_prunes_a_trial_prunes_it_later(tmp_path):
     (number,) = study.unfinished()
     resumed, _ = study.begin(number)
     assert [study.report(resumed, values) for values in ([], [0.1], [0.1])] == [False, True, False]
+    assert [study.report(resumed, [0.1] * number) for number in (2, 3)] == [True, False]
 
 
 @pytest.mark.slow

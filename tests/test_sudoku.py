@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.augmentations import AUGMENTATIONS
 from dataset.kinds.sudoku import check_answers
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
@@ -50,11 +49,6 @@ def every_4x4_grid() -> np.ndarray:
     rows = list(itertools.permutations(range(1, 5)))
     grids = np.array([sum(four, ()) for four in itertools.product(rows, repeat=4)], np.uint8)
     return grids[are_solved(grids, box=(2, 2))]
-
-
-def test_solve_finds_the_solution_of_a_hard_puzzle():
-    assert solve(digits(QUESTION), box=(3, 3)) == digits(ANSWER)
-    assert count_solutions(digits(QUESTION), box=(3, 3)) == 1
 
 
 def _plain(left: list[set[int]], box: tuple[int, int], counts: list[int]) -> Iterator[list[int]]:
@@ -133,32 +127,9 @@ def test_generated_puzzles_are_minimal_with_one_solution(box, count):
         assert is_minimal(question, box=box)
 
 
-def draw(count: int, *, box: tuple[int, int]) -> np.ndarray:
-    """Transforms, [count, bytes]."""
-    return draw_symmetries(0, stream=9, index=0, count=count, box=box)
-
-
-def transform(grids: np.ndarray, transforms: np.ndarray) -> np.ndarray:
-    """Digits, 0 = empty, rewritten as tokens are."""
-    return AUGMENTATIONS["sudoku"].apply(grids + np.uint8(1), transforms, None) - np.uint8(1)
-
-
-@pytest.mark.parametrize("box", BOXES)
-def test_augmentations_keep_answers_valid_and_questions_unique(box):
-    questions, answers = (np.repeat(grids, 20, axis=0) for grids in generate(5, box=box))
-    symmetries = draw(100, box=box)
-    new_questions, new_answers = (transform(grids, symmetries) for grids in (questions, answers))
-    assert new_questions.dtype == new_answers.dtype == np.uint8
-    assert are_solved(new_answers, box=box).all()
-    for question, answer in zip(new_questions.tolist(), new_answers.tolist(), strict=True):
-        assert solve(question, box=box) == answer
-        assert count_solutions(question, box=box) == 1
-    assert is_minimal(new_questions[0].tolist(), box=box)
-    assert ((new_questions > 0).sum(axis=1) == (questions > 0).sum(axis=1)).all()
-
-
 def test_every_4x4_symmetry_is_drawn():
-    transforms = draw(20_000, box=(2, 2))
+    """test_symmetry checks that a draw is a symmetry (test_a_transformed_sudoku_is_found_...)."""
+    transforms = draw_symmetries(0, stream=9, index=0, count=20_000, box=(2, 2))
     assert len(np.unique(transforms[:, :9], axis=0)) == 2 * 2 * 2 * 16
     assert len(np.unique(transforms[:, 9:], axis=0)) == 24
 

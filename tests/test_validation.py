@@ -1,6 +1,5 @@
 """Puzzles held out of training: which they are, that no step sees them, and how they are evaluated."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -8,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpointing.files import MANIFEST_FILE, STATE_FILE, manifest_text
+from checkpointing.files import STATE_FILE
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.metadata import SPLITS
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, held_out_groups
+from tests.checkpoints import seal
 from tests.puzzle_sets import Groups, make_set, write
 from tests.ranks import complete_program
 from tests.sudoku_source import build_sets, source_rows
@@ -98,10 +98,7 @@ def _as_of_an_earlier_version(step: Path) -> None:
     state = json.loads((step / STATE_FILE).read_text())
     assert state.pop("joins_repeats")
     (step / STATE_FILE).write_text(json.dumps(state))
-    files = json.loads((step / MANIFEST_FILE).read_text())["files"]
-    content = (step / STATE_FILE).read_bytes()
-    files[STATE_FILE] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (step / MANIFEST_FILE).write_text(manifest_text(files))
+    seal(step)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -43,7 +44,7 @@ class _Ranks:
     def __init__(
         self, task: Callable[[Watchdog], None], size: int, *, port: int, is_served: bool, folder: Path
     ):
-        self._folder, self._processes = folder, []
+        self.folder, self._processes = folder, []
         for number in range(size):
             environment = {"RANK": str(number), "WORLD_SIZE": str(size)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -77,7 +78,7 @@ class _Ranks:
         wait_for(lambda: all(text in self.stderr(number) for number in numbers), text)
 
     def stderr(self, number: int) -> str:
-        return read(self._folder / f"{number}.stderr")
+        return read(self.folder / f"{number}.stderr")
 
     def report(self, number: int) -> str:
         """The one line of a rank that ended by the watchdog; its stacks follow."""
@@ -90,14 +91,21 @@ class _Ranks:
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., _Ranks]]:
-    """Starts some ranks on a task; what is left of them is killed at the end."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    started = []
+    """Starts some ranks on a task, with a folder of their own; what is left of them is killed at the end.
+
+    port: Port of the store. If None, this process serves a store for these ranks.
+    """
+    started, stores = [], []
 
     def start_ranks(
-        task: Callable[[Watchdog], None], size: int, *, port: int = store.port, is_served: bool = True
+        task: Callable[[Watchdog], None], size: int, *, port: int | None = None, is_served: bool = True
     ) -> _Ranks:
-        started.append(_Ranks(task, size, port=port, is_served=is_served, folder=tmp_path))
+        if port is None:
+            stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            port = stores[-1].port
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        started.append(_Ranks(task, size, port=port, is_served=is_served, folder=folder))
         return started[-1]
 
     yield start_ranks
@@ -157,10 +165,10 @@ def test_a_rank_that_makes_no_progress_is_shown_by_all(start, tmp_path):
         rf"rank 1: in step 3, tests/test_watchdog.py:\d+ \(_sleep\); ranks 0, 2: {_WAITING}",
         reports[0],
     )
-    logged = (tmp_path / "logs" / "rank_2.log").read_text()
+    logged = (ranks.folder / "logs" / "rank_2.log").read_text()
     assert logged.startswith(f"\nerror (rank 2): {reports[2]}\n")
     assert "in all_reduce_sum_" in logged
-    recorded = pickle.loads((tmp_path / "logs" / "flight_record_2").read_bytes())["entries"]
+    recorded = pickle.loads((ranks.folder / "logs" / "flight_record_2").read_bytes())["entries"]
     assert recorded[-1]["profiling_name"] == "gloo:all_reduce"
 
 
@@ -168,18 +176,18 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_stopped_rank_is_missed_by_ranks_that_wait_in_a_collective(start, culprit):
-    ranks = start(functools.partial(_train, culprit, mishap=_stop), 3)
-    others = [number for number in range(3) if number != culprit]
-    for number in others:
-        assert re.fullmatch(
-            r"no .* for 1.5 s \(step_timeout_seconds\)\. "
-            rf"rank {culprit}: not responding, in step 3, tests/.*; "
-            rf"ranks {others[0]}, {others[1]}: {_WAITING}",
-            ranks.report(number),
-        )
-    assert ranks.is_alive(culprit), "only others can end it"
+def test_a_stopped_rank_is_missed_by_ranks_that_wait_in_a_collective(start):
+    started = [start(functools.partial(_train, culprit, mishap=_stop), 3) for culprit in (0, 1)]
+    for culprit, ranks in enumerate(started):
+        others = [number for number in range(3) if number != culprit]
+        for number in others:
+            assert re.fullmatch(
+                r"no .* for 1.5 s \(step_timeout_seconds\)\. "
+                rf"rank {culprit}: not responding, in step 3, tests/.*; "
+                rf"ranks {others[0]}, {others[1]}: {_WAITING}",
+                ranks.report(number),
+            )
+        assert ranks.is_alive(culprit), "only others can end it"
 
 
 def _hold_the_interpreter() -> None:
@@ -228,11 +236,20 @@ def _wait_for_a_rank_that_saves(watchdog: Watchdog) -> None:
         time.sleep(_UNTIL_REPORTED)
 
 
-def test_ranks_that_save_or_wait_for_that_or_have_left_are_no_hang(start):
+def _evaluate_briefly(watchdog: Watchdog) -> None:
+    watchdog.step_done(1)
+    with watchdog.paused():
+        time.sleep(_UNTIL_REPORTED)
+
+
+def test_ranks_that_save_or_wait_for_that_or_have_left_are_no_hang(start, free_port):
+    """Also if rank 0 serves the store: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or mpirun."""
     ranks = start(_wait_for_a_rank_that_saves, 4)
+    of_mpirun = start(_evaluate_briefly, 2, port=free_port, is_served=False)
     for number in range(4):
         assert ranks.status(number) == 0, ranks.stderr(number)
         assert not ranks.stderr(number)
+    assert [of_mpirun.status(number) for number in (0, 1)] == [0, 0], of_mpirun.stderr(0)
 
 
 def _train_slowly(watchdog: Watchdog) -> None:
@@ -243,16 +260,6 @@ def _train_slowly(watchdog: Watchdog) -> None:
             time.sleep(_TICK)
 
 
-def test_ranks_that_were_all_stopped_for_a_while_go_on(start):
-    """A job that the scheduler suspends, for longer than any limit."""
-    ranks = start(_train_slowly, 2)
-    ranks.wait_until_all_say("here")
-    ranks.send(signal.SIGSTOP)
-    time.sleep(2 * (_TIMEOUT + watchdog_module._BACKSTOP_TICKS * _TICK))
-    ranks.send(signal.SIGCONT)
-    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
-
-
 def _train_while_the_agent_is_stopped(agent: int, watchdog: Watchdog) -> None:
     os.getppid = lambda: agent
     with watchdog.paused():
@@ -261,17 +268,27 @@ def _train_while_the_agent_is_stopped(agent: int, watchdog: Watchdog) -> None:
     watchdog.step_done(1)
 
 
-def test_ranks_go_on_while_only_torchrun_is_stopped(start, store_server):
-    """Ctrl-Z in a terminal stops torchrun, but not the ranks, which have sessions of their own."""
-    process, port = store_server
-    ranks = start(functools.partial(_train_while_the_agent_is_stopped, process), 2, port=port)
+def test_ranks_go_on_if_all_of_them_or_only_torchrun_was_stopped_for_a_while(start, serve_store):
+    """A scheduler suspends a whole job, for longer than any limit.
+
+    Ctrl-Z in a terminal stops torchrun, but not the ranks, which have sessions of their own.
+    """
+    agent, port = serve_store()
+    of_agent = start(functools.partial(_train_while_the_agent_is_stopped, agent), 2, port=port)
+    of_agent.wait_until_all_say("here")
+    os.kill(agent, signal.SIGSTOP)
+    ranks = start(_train_slowly, 2)
     ranks.wait_until_all_say("here")
-    os.kill(process, signal.SIGSTOP)
-    ranks.wait_until_all_say("is suspended")
+    ranks.send(signal.SIGSTOP)
+    end = time.monotonic() + 1.3 * (_TIMEOUT + watchdog_module._BACKSTOP_TICKS * _TICK)
+    of_agent.wait_until_all_say("is suspended")
     time.sleep(2 * _TIMEOUT)
-    os.kill(process, signal.SIGCONT)
-    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
-    assert ranks.stderr(0).count(f"torchrun (process {process}) is suspended") == 1
+    os.kill(agent, signal.SIGCONT)
+    time.sleep(max(0, end - time.monotonic()))
+    ranks.send(signal.SIGCONT)
+    for each in (of_agent, ranks):
+        assert [each.status(number) for number in (0, 1)] == [0, 0], each.stderr(0)
+    assert of_agent.stderr(0).count(f"torchrun (process {agent}) is suspended") == 1
 
 
 def _serve_store(sender: Connection) -> None:
@@ -287,42 +304,37 @@ def _evaluate_for_long(watchdog: Watchdog) -> None:
 
 
 @pytest.fixture
-def store_server() -> Iterator[tuple[int, int]]:
-    """Process id and port of a store that a process of its own serves."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    server = _server.Process(target=_serve_store, args=(sender,))
-    server.start()
-    yield server.pid, receiver.recv()
-    server.kill()
-    server.join()
+def serve_store() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Starts a process that serves a store. Returns its process id and the port of the store."""
+    servers = []
+
+    def serve() -> tuple[int, int]:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        servers.append(_server.Process(target=_serve_store, args=(sender,)))
+        servers[-1].start()
+        return servers[-1].pid, receiver.recv()
+
+    yield serve
+    for server in servers:
+        server.kill()
+        server.join()
 
 
-@pytest.mark.parametrize("mishap", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_store_that_does_not_answer_any_more(start, store_server, mishap):
+def test_a_store_that_does_not_answer_any_more(start, serve_store):
     """No call to a store returns whose process is stopped; of a killed one every call is an error."""
-    process, port = store_server
-    ranks = start(_evaluate_for_long, 2, port=port)
-    ranks.wait_until_all_say("here")
-    os.kill(process, mishap)
-    for number in (0, 1):
+    started = []
+    for mishap in (signal.SIGSTOP, signal.SIGKILL):
+        process, port = serve_store()
+        started.append(start(_evaluate_for_long, 2, port=port))
+        started[-1].wait_until_all_say("here")
+        os.kill(process, mishap)
+    for ranks, number in itertools.product(started, (0, 1)):
         assert re.fullmatch(
             r"the key-value store on rank 0's node did not respond for 1.5 s \(step_timeout_seconds\)\. "
             r"Rank 0 or its node has .*\. "
             rf"rank {number}: evaluating or saving, tests/test_watchdog.py:\d+ \(_sleep\)",
             ranks.report(number),
         )
-
-
-def _evaluate_briefly(watchdog: Watchdog) -> None:
-    watchdog.step_done(1)
-    with watchdog.paused():
-        time.sleep(_UNTIL_REPORTED)
-
-
-def test_rank_0_serves_the_store_where_no_agent_does(start, free_port):
-    """TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or mpirun."""
-    ranks = start(_evaluate_briefly, 2, port=free_port, is_served=False)
-    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
 
 
 def _break_the_watchdog(watchdog: Watchdog) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from dataset.build.writing import check_output_folder, write_dataset
 from dataset.files import open_dataset
 from runtime.reading import sha256_of
 from tests.puzzle_sets import ARRAYS, SPLITS, TEST, TRAIN, make_set, make_split, write
-from tests.ranks import REPOSITORY
+from tests.ranks import _server
 from tests.sudoku_source import files_of
 
 
@@ -97,33 +98,26 @@ def test_what_cannot_be_read_is_not_written(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-# The real thing: a process that writes the second dataset over the first dies at the place that the argument
-# names, and cannot clean up.
-KILLED_WRITER = """
-import os, pathlib, signal, sys
-import numpy as np
-from tests.puzzle_sets import TEST, TRAIN, write
+def _write_and_die(folder: Path, place: str) -> None:
+    """Writes the second dataset over the first, and is killed at a place, such as after the second rename."""
+    name, number = place.split()
+    owner, calls = {"save": np, "rename": Path}[name], itertools.count(1)
+    original = getattr(owner, name)
 
-folder, place = pathlib.Path(sys.argv[1]), sys.argv[2]
-kind, number = place.split()
-owner, name = {"save": (np, "save"), "rename": (pathlib.Path, "rename")}[kind]
-original, calls = getattr(owner, name), 0
+    def call_and_die(*arguments, **options):
+        original(*arguments, **options)
+        if next(calls) == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def call_and_die(*arguments, **options):
-    global calls
-    original(*arguments, **options)
-    calls += 1
-    if calls == int(number):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-setattr(owner, name, call_and_die)
-write(folder, train=TEST, test=TRAIN)
-"""
+    setattr(owner, name, call_and_die)
+    write(folder, train=TEST, test=TRAIN)
 
 
 def kill_a_writer(folder: Path, place: str) -> None:
-    run = subprocess.run([sys.executable, "-c", KILLED_WRITER, folder, place], cwd=REPOSITORY, check=False)
-    assert run.returncode == -signal.SIGKILL
+    process = _server.Process(target=_write_and_die, args=(folder, place))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -237,6 +237,7 @@ def _md5(content: bytes) -> str:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 256  # the client uploads many files at once, and waits after a connection is refused
     state: WandbServer
 
     def __init__(self, *arguments: Any):

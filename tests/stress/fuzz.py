@@ -39,7 +39,7 @@ from runtime.reading import printable
 from tests.stress.mutations import MARKER, VICTIM
 from tests.stress.targets import Target, make_targets
 
-_SECONDS, _BYTES = 20, 2 * 2**30
+_SECONDS, _TOTAL_SECONDS, _BYTES = 20, 120, 2 * 2**30
 _FINE = ("same", "other", "refused")  # what may come of a mutation
 
 
@@ -126,7 +126,7 @@ def _read_and_exit(target: Target, copy: Path, said: Path) -> NoReturn:
     The first line of the file is the kind of outcome. The digest of the meaning or the error follows.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_SECONDS * 6)  # beside other programs
+    signal.alarm(_TOTAL_SECONDS)  # beside other programs
     used = int(time.process_time())  # by the process that this one is a copy of
     resource.setrlimit(resource.RLIMIT_CPU, (used + _SECONDS, used + 2 * _SECONDS))
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + _BYTES,) * 2)

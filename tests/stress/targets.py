@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from benchmarks.harness import run_program
-from checkpointing.files import MANIFEST_FILE, SHARED_CONFIG_FILE, manifest_text
+from checkpointing.files import MANIFEST_FILE, SHARED_CONFIG_FILE
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model, load_weights
 from config.programs import SearchConfig
@@ -30,10 +30,11 @@ from dataset.show import main as show
 from evaluation.leaks import find_trained
 from report.page import write_report
 from report.run import read_run
-from runtime.reading import printable, read_yaml, sha256_of
+from runtime.reading import printable, read_yaml
 from share.push import main as push
 from solve import load
 from tests.arc_source import make_tasks, write_kaggle, write_source
+from tests.checkpoints import seal
 from tests.maze_source import source_rows as maze_rows
 from tests.pairs_source import write_parquet, write_sheet
 from tests.stress.mutations import VALUES, mutate_files, mutate_text
@@ -172,13 +173,8 @@ def _publish(run: Path, folder: Path) -> None:
 def _change_and_seal(folder: Path, draw: random.Random) -> str:
     """Changes a file and writes a manifest with the new digests, as an attacker would do."""
     what = mutate_files(folder, draw)
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in folder.iterdir()
-        if path.is_file() and path.name != MANIFEST_FILE
-    }
     if not (folder / MANIFEST_FILE).is_dir():
-        (folder / MANIFEST_FILE).write_text(manifest_text(files))
+        seal(folder)
     return what
 
 
