@@ -75,7 +75,7 @@ def resumed(tmp_path_factory, sudoku_folder) -> Iterator[tuple[Path, WandbServer
     """A run that was killed after step 20, and went on to its end."""
     folder = tmp_path_factory.mktemp("resumed")
     options = ("evaluators=[sudoku]", "wandb_log_checkpoints=all", "keep_best=accuracy", "wandb_group=tiny")
-    options += ("checkpoint_interval=12",)
+    options += ("checkpoint_interval=12", "keep_checkpoints=null")  # none is removed before it is sent
     with WandbServer() as server:
         killer = _eventful(folder, step=20, code="os.kill(os.getpid(), signal.SIGKILL)")
         killed = _train(folder, sudoku_folder, *options, server=server, program=killer)
