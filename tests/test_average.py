@@ -105,8 +105,22 @@ def test_steps_beyond_where_this_start_ends_do_not_count(capsys, corrects_bias):
     assert ("warning" in error) != corrects_bias
 
 
+def test_reading_changes_nothing():
+    """In float32: a value that is rounded to bfloat16 and back would be another one."""
+    config = tiny_config(ema=_RATE)
+    state = begin_training(config)
+    do_step(state, config, random_batch(config.global_batch_size))
+    trained = _clones(state.model.network)
+    averages = {name: tensor.clone() for name, tensor in state.sections()["ema_state"].items()}
+    state.exports()
+    with state.averaged():
+        pass
+    assert_equal(state.sections()["ema_state"], averages)
+    assert_equal(_clones(state.model.network), trained)
+
+
 @pytest.mark.usefixtures("float64")
-def test_every_step_averages_what_it_trains_and_reading_changes_nothing():
+def test_every_step_averages_what_it_trains():
     config = tiny_config(ema=_RATE)
     state = begin_training(config)
     first = plain = _clones(state.model.network)
@@ -114,12 +128,7 @@ def test_every_step_averages_what_it_trains_and_reading_changes_nothing():
         do_step(state, config, random_batch(config.global_batch_size, seed=step))
         now = _clones(state.model.network)
         plain = {name: _RATE * plain[name] + (1 - _RATE) * value for name, value in now.items()}
-        unread = {name: tensor.clone() for name, tensor in state.sections()["ema_state"].items()}
-        found = {name: tensor.clone() for name, tensor in state.exports()["ema_weights"].items()}
-        with state.averaged():
-            pass
-        assert_equal(state.sections()["ema_state"], unread)
-        assert_equal(_clones(state.model.network), now)
+    found = state.exports()["ema_weights"]
     for name, value in plain.items():
         assert_close(found[name], value, what=name)
         assert not torch.equal(found[name], first[name]), name

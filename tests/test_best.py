@@ -75,10 +75,14 @@ def test_the_best_is_the_highest_or_the_lowest_loss_and_of_equals_the_newest():
     ],
 )
 def test_patience_counts_the_evaluations_after_the_first_best(keep_best, values, patience, is_exhausted):
-    best = BestStep(tiny_config(keep_best=f"eval/all/{keep_best}"))
-    for step, value in enumerate(values, 1):
-        best.record(step, {f"eval/all/{keep_best}": value})
-    assert best.is_exhausted(patience) == is_exhausted
+    """Also in a resumed run, which reads them in the log."""
+    config = tiny_config(keep_best=f"eval/all/{keep_best}")
+    best, resumed = BestStep(config), BestStep(config)
+    rows = [{"step": step, f"eval/all/{keep_best}": value} for step, value in enumerate(values, 1)]
+    for row in rows:
+        best.record(row["step"], row)
+    resumed.load_state(best.state(), rows)
+    assert [each.is_exhausted(patience) for each in (best, resumed)] == [is_exhausted] * 2
 
 
 def test_the_best_value_is_told_and_in_the_checkpoints_and_survives(run):

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataset.build.generation import draw_distinct
 from dataset.files import open_split, splits_with_several_solutions
 from dataset.kinds.sudoku.generate import generate_puzzle
 from dataset.kinds.sudoku.rules import (
@@ -50,7 +52,15 @@ def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
         return generate_puzzle(seed, index=index // 2, **options)
 
     monkeypatch.setattr("dataset.kinds.sudoku.generate.generate_puzzle", generate_twice)
+
+    def draw_for_all(draw, **options):
+        sent = pickle.loads(pickle.dumps(draw))  # as to further processes, which draw in another order
+        backwards = [sent("train", index) for index in (3, 2, 1, 0)]
+        np.testing.assert_equal([draw("train", index) for index in range(4)], backwards[::-1])
+        return draw_distinct(draw, **options)
+
     monkeypatch.setattr("dataset.build.generation._SECONDS_ALONE", 60.0)
+    monkeypatch.setattr("dataset.kinds.sudoku.build.draw_distinct", draw_for_all)
     arguments = ["--generate", 8, "--num-test", 4, "--box", "2x3", "--min-difficulty", 2]
     sets = build(tmp_path / "data", *arguments)
     printed = capsys.readouterr().out

@@ -38,8 +38,9 @@ _CONV = {"pos_encodings": "none", "puzzle_emb_ndim": 0, "puzzle_emb_len": 0, "co
 _CASES = [  # beside every model: targets, calls with and without gradient, convolutions, other sizes
     *((name, {}) for name in architectures()),
     *(("hrm", {"q_target": "exact"}), ("hrm", {"no_ACT_continue": True})),
-    ("trm", {"gradient_cycles": 2, "L_cycles": 3, "H_cycles": 3}),
-    *(("trm", _CONV), ("trm", {"is_frozen": True}), ("serrm", {"equivariant_symbols": False})),
+    ("trm", {"gradient_cycles": 2, "L_cycles": 3, "H_cycles": 3, "mlp_t": True, "pos_encodings": "none"}),
+    *(("trm", _CONV), ("trm", {"is_frozen": True, "conv": "beside"})),
+    ("serrm", {"equivariant_symbols": False}),
     ("fprm", {"conv_type": "conv1d", "puzzle_emb_ndim": 0}),
 ]
 
@@ -79,7 +80,8 @@ def test_a_step_takes_what_torch_counts(name, changes):
 @pytest.mark.parametrize("options", [{}, {"samples": 2, "retry_samples": 4}])
 def test_an_answer_takes_what_torch_counts(sudoku_folder, tmp_path, monkeypatch, capsys, options):
     """A search that decides no puzzle, so that every chain runs to its end, also in the second pass."""
-    arch = tiny_arch("ldt", loops=1, num_layers=1, kill_threshold=0.0, eval_conflict_threshold=1.0)
+    options_of_search = {"kill_threshold": 0.0, "eval_conflict_threshold": 1.0}
+    arch = tiny_arch("ldt", loops=1, num_layers=1, pos_encodings="rope", **options_of_search)
     run, counts = write_run(tmp_path / "run", sudoku_folder, arch=arch.model_dump()), []
 
     def counted_split(*arguments, **named):

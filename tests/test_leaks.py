@@ -62,6 +62,9 @@ def test_all_folders_stages_tests_and_held_out_puzzles_are_compared(leaky, capsy
     assert _found(_config(main, extra)) == {"eval/main.all": every_second, "eval/extra.all": []}
     said = f"10 of 20 test puzzles were trained on: set eval/main.all ({main}/test), the first is row 0."
     assert f"warning: {said} Their accuracy" in capsys.readouterr().err
+    data = open_data(_config(main, extra))
+    data.leaks.broadcast_find(data.trained_on(1), model="the checkpoint that this run started from")
+    assert said not in capsys.readouterr().err, "the console leaves out an equal warning"
     assert _found(_config(extra, test_data_path=[str(main)]))["test/main.all"] == every_second
     stage = {"data_path": [str(extra)], "epochs": 2}
     assert _found(_config(main, curriculum=[stage]))["eval/main.all"] == every_second

@@ -92,16 +92,17 @@ def _train(data: Path, run: Path, **options: Any) -> None:
 def test_a_run_that_is_stopped_goes_on_from_that_step(tmp_path, sudoku_folder):
     """Rank 1 gets a signal in a step, in the evaluation after a step, and in the last evaluation."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    for number, module, name, call, step in (
+    stops = (
         (signal.SIGTERM, "training.step", "train_step", 5, 5),
         (signal.SIGUSR1, "training.evaluation", "evaluate_split", 1, 8),
         (signal.SIGINT, "training.evaluation", "evaluate_split", 2, 16),  # the first one is after step 8
-    ):
+    )
+    for count, (number, module, name, call, step) in enumerate(stops, 1):
         _train(sudoku_folder, run, spoil=functools.partial(send_signal, number, module, name, call))
         for each in range(2):
             log = (run / "logs" / f"rank_{each}.log").read_text()
             assert f"is at training step {step} of 16" in log
-            assert f"To continue, run the same command with checkpoint_path={run}." in log
+            assert log.count(f"To continue, run the same command with checkpoint_path={run}.") == count
         assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
         assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
     for path in (run, whole):

@@ -30,8 +30,6 @@ def judge(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "_SECONDS", 1)
 
     def judge(read, *, is_sealed: bool = False, seconds: int = 60) -> str:
-        monkeypatch.setattr(fuzz, "_TOTAL_SECONDS", seconds)
-
         def change(folder: Path, _draw: random.Random) -> str:
             (folder / "text").write_text("b")
             return "a -> b"
@@ -42,7 +40,9 @@ def judge(tmp_path, monkeypatch):
 
         target = Target(tmp_path / "files", change, read_file, is_sealed)
         monkeypatch.setattr(fuzz, "make_targets", lambda _: {"text": target})
-        return fuzz.Fuzz(tmp_path / "work").try_one(5).kind
+        made = fuzz.Fuzz(tmp_path / "work")  # reads the unchanged text
+        monkeypatch.setattr(fuzz, "_TOTAL_SECONDS", seconds)
+        return made.try_one(5).kind
 
     return judge
 

@@ -273,14 +273,14 @@ def test_ranks_go_on_if_all_of_them_or_only_torchrun_was_stopped_for_a_while(sta
 
     Ctrl-Z in a terminal stops torchrun, but not the ranks, which have sessions of their own.
     """
-    agent, port = serve_store()
-    of_agent = start(functools.partial(_train_while_the_agent_is_stopped, agent), 2, port=port)
-    of_agent.wait_until_all_say("here")
-    os.kill(agent, signal.SIGSTOP)
     ranks = start(_train_slowly, 2)
     ranks.wait_until_all_say("here")
     ranks.send(signal.SIGSTOP)
     end = time.monotonic() + 1.3 * (_TIMEOUT + watchdog_module._BACKSTOP_TICKS * _TICK)
+    agent, port = serve_store()
+    of_agent = start(functools.partial(_train_while_the_agent_is_stopped, agent), 2, port=port)
+    of_agent.wait_until_all_say("here")
+    os.kill(agent, signal.SIGSTOP)
     of_agent.wait_until_all_say("is suspended")
     time.sleep(2 * _TIMEOUT)
     os.kill(agent, signal.SIGCONT)
