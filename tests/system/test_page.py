@@ -376,7 +376,7 @@ def test_its_rules_are_those_of_the_kinds(visit, address, sudoku_folder):
 
     graphs = coloring.make_inputs(np.random.default_rng(0).random((90, 3)) < 0.5, 3)
     for kind, questions, size in ((queens, queens.all_inputs(6)[:90], 6), (coloring, graphs, 3)):
-        answers, counts = kind.RULES.find_answers(questions)
+        answers, counts = kind.find_answers(questions)
         answers = _spoil(answers[counts.cumsum() - 1], most=kind.VOCAB_SIZE)  # of each question, the last
         sizes = usual_metadata(vocab_size=kind.VOCAB_SIZE, seq_len=size**2, num_puzzle_identifiers=1)
         facts = {"kind": kind.KIND.name, "rows": size, "columns": size, **page_style(kind.KIND.style, sizes)}
