@@ -20,112 +20,26 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from distributed import log
 from distributed import watchdog as watchdog_module
 from distributed.backend import process_group
 from distributed.backstop import is_stopped
 from distributed.collectives import barrier
-from distributed.watchdog import EXIT_HANG, Watchdog
-from distributed.world import rank, rendezvous_store
-from tests.ranks import _in_environment, _server
-from tests.waiting import read, wait_for
+from distributed.watchdog import Watchdog
+from distributed.world import rank
+from tests.ranks import _server
+from tests.watched_ranks import SLACK, TICK, TIMEOUT, UNTIL_REPORTED, WatchedRanks, starting_ranks
 
 pytestmark = pytest.mark.slow  # each waits for a timeout of a second or more
 
-_TICK = 0.15  # seconds
-_TIMEOUT = 10 * _TICK  # of a step
-_SLACK = 20.0  # for a busy machine
-_UNTIL_REPORTED = _TIMEOUT + 15 * _TICK  # after the timeout of a hang, if it were one
-
-
-class _Ranks:
-    """Processes that each call `task(watchdog)` in the watchdog's block; some do not end by themselves."""
-
-    def __init__(
-        self, task: Callable[[Watchdog], None], size: int, *, port: int, is_served: bool, folder: Path
-    ):
-        self.folder, self._processes = folder, []
-        for number in range(size):
-            environment = {"RANK": str(number), "WORLD_SIZE": str(size)}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            environment["TORCHELASTIC_USE_AGENT_STORE"] = str(is_served)
-            # Each agent counts for itself, and a node that came back begins at 0.
-            environment["TORCHELASTIC_RESTART_COUNT"] = "0" if is_served else str(number)
-            arguments = (environment, _watched, (task, folder))
-            self._processes.append(_server.Process(target=_in_environment, args=arguments))
-            self._processes[-1].start()
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def send(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            os.kill(process.pid, number)
-
-    def status(self, number: int) -> int:
-        process = self._processes[number]
-        process.join(_TIMEOUT + _SLACK)
-        assert not process.is_alive(), f"rank {number} has not ended: {self.stderr(number)}"
-        return process.exitcode
-
-    def is_alive(self, number: int) -> bool:
-        return self._processes[number].is_alive()
-
-    def wait_until_all_say(self, text: str) -> None:
-        numbers = range(len(self._processes))
-        wait_for(lambda: all(text in self.stderr(number) for number in numbers), text)
-
-    def stderr(self, number: int) -> str:
-        return read(self.folder / f"{number}.stderr")
-
-    def report(self, number: int) -> str:
-        """The one line of a rank that ended by the watchdog; its stacks follow."""
-        assert self.status(number) == EXIT_HANG, self.stderr(number)
-        found = re.findall(rf"(?m)^error \(rank {number}\): (.*)\nThread", self.stderr(number))
-        assert len(found) == 1, self.stderr(number)
-        assert re.search(r'File ".*test_watchdog.py", line \d+ in ', self.stderr(number))
-        return found[0]
-
 
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., _Ranks]]:
-    """Starts some ranks on a task, with a folder of their own; what is left of them is killed at the end.
-
-    port: Port of the store. If None, this process serves a store for these ranks.
-    """
-    started, stores = [], []
-
-    def start_ranks(
-        task: Callable[[Watchdog], None], size: int, *, port: int | None = None, is_served: bool = True
-    ) -> _Ranks:
-        if port is None:
-            stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-            port = stores[-1].port
-        folder = tmp_path / str(len(started))
-        folder.mkdir()
-        started.append(_Ranks(task, size, port=port, is_served=is_served, folder=folder))
-        return started[-1]
-
-    yield start_ranks
-    for ranks in started:
-        ranks.kill()
-
-
-def _watched(task: Callable[[Watchdog], None], folder: Path) -> None:
-    with open(folder / f"{rank()}.stderr", "w") as file:
-        os.dup2(file.fileno(), 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    watchdog_module._TICK_SECONDS = _TICK
-    rendezvous_store()  # the programs have it by then, to agree on the config
-    with Watchdog(init_timeout_seconds=30, step_timeout_seconds=_TIMEOUT) as watchdog:
-        log.open_rank_file(folder)
-        task(watchdog)
+def start(tmp_path) -> Iterator[Callable[..., WatchedRanks]]:
+    with starting_ranks(tmp_path) as start_ranks:
+        yield start_ranks
 
 
 def _say_so() -> None:
-    time.sleep(3 * _TICK)  # until a heartbeat tells of it too
+    time.sleep(3 * TICK)  # until a heartbeat tells of it too
     print("here", file=sys.stderr)
 
 
@@ -231,15 +145,15 @@ def _wait_for_a_rank_that_saves(watchdog: Watchdog) -> None:
     watchdog.step_done(1)
     if rank() == 1:
         with watchdog.paused():
-            time.sleep(_UNTIL_REPORTED)
+            time.sleep(UNTIL_REPORTED)
     elif rank() != 3:
-        time.sleep(_UNTIL_REPORTED)
+        time.sleep(UNTIL_REPORTED)
 
 
 def _evaluate_briefly(watchdog: Watchdog) -> None:
     watchdog.step_done(1)
     with watchdog.paused():
-        time.sleep(_UNTIL_REPORTED)
+        time.sleep(UNTIL_REPORTED)
 
 
 def test_ranks_that_save_or_wait_for_that_or_have_left_are_no_hang(start, free_port):
@@ -257,14 +171,14 @@ def _train_slowly(watchdog: Watchdog) -> None:
         watchdog.step_done(step)
         _say_so()
         for _ in range(2):  # time is left of this step when the process goes on
-            time.sleep(_TICK)
+            time.sleep(TICK)
 
 
 def _train_while_the_agent_is_stopped(agent: int, watchdog: Watchdog) -> None:
     os.getppid = lambda: agent
     with watchdog.paused():
         _say_so()
-        time.sleep(4 * _TIMEOUT)
+        time.sleep(4 * TIMEOUT)
     watchdog.step_done(1)
 
 
@@ -276,13 +190,13 @@ def test_ranks_go_on_if_all_of_them_or_only_torchrun_was_stopped_for_a_while(sta
     ranks = start(_train_slowly, 2)
     ranks.wait_until_all_say("here")
     ranks.send(signal.SIGSTOP)
-    end = time.monotonic() + 1.3 * (_TIMEOUT + watchdog_module._BACKSTOP_TICKS * _TICK)
+    end = time.monotonic() + 1.3 * (TIMEOUT + watchdog_module._BACKSTOP_TICKS * TICK)
     agent, port = serve_store()
     of_agent = start(functools.partial(_train_while_the_agent_is_stopped, agent), 2, port=port)
     of_agent.wait_until_all_say("here")
     os.kill(agent, signal.SIGSTOP)
     of_agent.wait_until_all_say("is suspended")
-    time.sleep(2 * _TIMEOUT)
+    time.sleep(2 * TIMEOUT)
     os.kill(agent, signal.SIGCONT)
     time.sleep(max(0, end - time.monotonic()))
     ranks.send(signal.SIGCONT)
@@ -341,7 +255,7 @@ def _break_the_watchdog(watchdog: Watchdog) -> None:
     watchdog.step_done(1)
     if rank() == 1:
         watchdog_module._location = None
-    time.sleep(_UNTIL_REPORTED if rank() == 1 else _SLACK)  # the watchdog ends rank 0 before that
+    time.sleep(UNTIL_REPORTED if rank() == 1 else SLACK)  # the watchdog ends rank 0 before that
 
 
 def test_a_mistake_of_the_watchdog_is_told_and_ends_nothing(start):
@@ -368,7 +282,7 @@ def test_a_failure_is_remembered_until_the_first_step_of_the_next_start(start, t
     assert [ranks.status(1), ranks.status(0)] == [-signal.SIGKILL, 1]
     remembered = json.loads(record.read_text())
     assert remembered["step"] == 2
-    assert time.time() - remembered["time"] < _SLACK
+    assert time.time() - remembered["time"] < SLACK
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     record.write_text(json.dumps({"time": time.time() - 60, "step": 9}))
@@ -381,7 +295,7 @@ def test_a_failure_is_remembered_until_the_first_step_of_the_next_start(start, t
         watchdog.step_done(7)
         assert "3 steps done again" in capsys.readouterr().out
         assert not record.exists()
-        assert watchdog.pop_recovery()["recovery_seconds"] == pytest.approx(60, abs=_SLACK)
+        assert watchdog.pop_recovery()["recovery_seconds"] == pytest.approx(60, abs=SLACK)
         assert watchdog.pop_recovery() == {}
 
 

@@ -1,13 +1,9 @@
 """The page of a model in a browser: a model must solve a puzzle, and every control does what it says."""
 
-import contextlib
 import functools
-import http.server
 import json
 import re
 import shutil
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,18 +15,12 @@ from torch.nn.functional import cross_entropy
 from config.files import load_defaults
 from config.programs import PageConfig
 from config.schema import validate_config
-from dataset.drawing import page_style
 from dataset.files import open_split
-from dataset.kinds import coloring, queens
-from dataset.kinds.maze import rules as maze
-from dataset.kinds.sudoku import check_answers as check_sudoku
-from dataset.kinds.sudoku.rules import unit_cells
 from dataset.loader import choose_rows
-from dataset.metadata import usual_metadata
 from share.browser import write_page
 from tests.checkpoints import save_on
 from tests.report_runs import SEARCHING, make_searching
-from tests.tiny import tiny_model
+from tests.system.serving import served
 
 _STEPS, _PUZZLES = 2, 4
 
@@ -98,21 +88,8 @@ def _write(*checkpoints: Path | str, folder: Path | None = None) -> Path:
 
 @pytest.fixture
 def address(page) -> Iterator[str]:
-    with _served(page) as address:
+    with served(page) as address:
         yield address
-
-
-@contextlib.contextmanager
-def _served(page: Path) -> Iterator[str]:
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    handler = functools.partial(Handler, directory=str(page))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
 
 
 def _open(visit, address: str, **options):
@@ -163,7 +140,7 @@ def test_a_puzzle_is_solved_step_by_step(visit, address, page):
 
 
 def test_shipped_models_share_a_page_and_links_carry_puzzles(visit, tmp_path):
-    with _served(_write("demo", "sudoku_6x6", folder=tmp_path)) as address:
+    with served(_write("demo", "sudoku_6x6", folder=tmp_path)) as address:
         visited = _open(visit, f"{address}#puzzle=1.....3..4.....2")
         shown = visited.page
         assert shown.input_value("#model") == "demo"
@@ -194,7 +171,7 @@ def test_a_search_shows_the_rounds_of_the_chain_that_answers(visit, tmp_path, su
     for sees_contradictions in (False, True):
         facts["search"]["conflict_threshold"] = 1e-9 if sees_contradictions else 1 - 1e-9
         (page / "run" / "page.json").write_text(json.dumps(facts))
-        with _served(page) as address:
+        with served(page) as address:
             visited = _open(visit, address)
             _watch_search(visited.page, facts, sees_contradictions=sees_contradictions)
             assert (visited.errors, visited.requests) == ([], [])
@@ -217,32 +194,6 @@ def _watch_search(page, facts: dict, *, sees_contradictions: bool) -> None:
         assert began_anew == sees_contradictions == ("the search restarts" in page.inner_text("#where"))
         assert left == entered if began_anew else left < before or not before
         assert page.locator("#board .guess").count() == (not began_anew and before > 0 and step < last)
-
-
-def test_a_search_guesses_as_the_config_says(visit, address):
-    """Cell 0 may have three values, cell 1 the first two. The model prefers the last of each."""
-    shown, digit = _open(visit, address).page, [0, 1, 2, 0, 1, 5]
-    guesses = """async ([facts, digit]) => {
-        const { CHAINS, searching } = await import("./search.js");
-        const all = (values) => ({ data: Float32Array.from(Array(CHAINS).fill(values).flat()) });
-        const look = () => ({ keep: all(digit.map(() => 9)), digit: all(digit), conflict: all([-9]) });
-        const found = [];
-        for (let run = 0; run < 1000; run++) {
-            const moves = searching(look, facts, [0, 3], () => true);
-            for await (const { guess, tokens } of moves) found.push([guess, tokens[guess]]);
-        }
-        return found;
-    }"""
-    for choice, fractions in (
-        ({"decision_value": "best"}, {(0, 2): 0.5, (1, 1): 0.5}),
-        ({"decision_value": "best", "decision_cell": "fewest"}, {(1, 1): 1}),
-        ({"temperature": 0, "decision_cell": "fewest"}, {(1, 1): 1}),
-        ({"temperature": 2, "decision_cell": "fewest"}, {(1, 0): 0.378, (1, 1): 0.622}),  # softmax of 0, 0.5
-    ):
-        search = tiny_model("ldt", **choice).network.facts()
-        search |= {"values": [0, 1, 2], "candidates": [*[[1, 1, 1]] * 3, [1, 1, 0]]}
-        found = Counter(map(tuple, shown.evaluate(guesses, [{"search": search, "steps": 1}, digit])))
-        assert {guess: num / 1000 for guess, num in found.items()} == pytest.approx(fractions, abs=0.1)
 
 
 def test_own_symbols_are_what_can_be_put_and_what_stays_is_given(visit, address):
@@ -269,7 +220,7 @@ def test_only_a_maze_has_the_buttons_wall_start_and_goal(visit, page, tmp_path):
         colors = ["#3f9d6b" if symbol else None for symbol in symbols]
         facts |= {"kind": kind, "symbols": symbols, "colors": colors}
         (copy / "run" / "page.json").write_text(json.dumps(facts))
-        with _served(copy) as address:
+        with served(copy) as address:
             buttons = _open(visit, address).page.locator("#palette button")
             assert [text.strip() for text in buttons.all_inner_texts()] == words
 
@@ -341,48 +292,6 @@ def test_a_clue_that_the_model_overrules_looks_like_its_own_thought(visit, addre
     kept = [asked == answer for asked, answer in zip(question, labels, strict=True)]
     assert [name == "clue" for name in classes] == kept
     assert shown.locator("#board .cell").count() == kept.count(False)
-
-
-_IN_KIND = """async ([facts, grids]) => {
-    const kind = (await import("./kinds.js")).kindOf(facts);
-    return grids.map(([question, answer]) => kind.check(question, answer, {}).ok);
-}"""
-
-
-def _spoil(answers: np.ndarray, *, most: int) -> np.ndarray:
-    """Changes one cell of two thirds of the answers."""
-    random, spoilt = np.random.Generator(np.random.Philox(0)), answers.copy()
-    rows = np.arange(len(answers))[random.random(len(answers)) < 2 / 3]
-    spoilt[rows, random.integers(answers.shape[1], size=len(rows))] = random.integers(1, most, size=len(rows))
-    return spoilt
-
-
-def test_its_rules_are_those_of_the_kinds(visit, address, sudoku_folder):
-    shown = _open(visit, address).page
-    questions = maze.draw_mazes(0, stream=0, index=0, size=6, min_path_cells=5)[:90]
-    answers = _spoil(maze.published_answers(questions), most=maze.VOCAB_SIZE)
-    facts = {"kind": "maze", "rows": 6, "columns": 6}
-    is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
-    assert is_valid == maze.is_path(questions, answers).tolist()
-    assert 10 < sum(is_valid) < 80
-
-    test, box = open_split(sudoku_folder, "test").sets["all"], (2, 2)
-    questions, answers = test.inputs[:90], _spoil(test.labels[:90], most=6)
-    facts = {"kind": "sudoku", "rows": 4, "columns": 4, "plural": "Sudoku", "symbols": ["", "", *"1234"]}
-    facts["groups"] = unit_cells(box).tolist()
-    is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
-    assert is_valid == check_sudoku(questions, answers, box=box)["valid"].tolist()
-    assert 10 < sum(is_valid) < 80
-
-    graphs = coloring.make_inputs(np.random.default_rng(0).random((90, 3)) < 0.5, 3)
-    for kind, questions, size in ((queens, queens.all_inputs(6)[:90], 6), (coloring, graphs, 3)):
-        answers, counts = kind.find_answers(questions)
-        answers = _spoil(answers[counts.cumsum() - 1], most=kind.VOCAB_SIZE)  # of each question, the last
-        sizes = usual_metadata(vocab_size=kind.VOCAB_SIZE, seq_len=size**2, num_puzzle_identifiers=1)
-        facts = {"kind": kind.KIND.name, "rows": size, "columns": size, **page_style(kind.KIND.style, sizes)}
-        is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
-        assert is_valid == kind.KIND.accepts(questions, answers).tolist()
-        assert 10 < sum(is_valid) < 80
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (390, 844), (768, 1024)])
