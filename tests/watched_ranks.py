@@ -78,8 +78,8 @@ class WatchedRanks:
 def starting_ranks(parent: Path) -> Iterator[Callable[..., WatchedRanks]]:
     """Context manager with a function that starts some ranks on a task, in a folder of their own in `parent`.
 
-    The argument `port` of the function is the port of the store. If None, this process serves a store for these
-    ranks. At the end of the block, all ranks that still run are killed.
+    The argument `port` of the function is the port of the store. If None, this process serves a store for
+    these ranks. At the end of the block, all ranks that still run are killed.
     """
     started, stores = [], []
 
