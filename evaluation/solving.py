@@ -52,7 +52,8 @@ class Step:
     grid           Symbols of the cells, as texts.
     confidence     float32: Probability that the model gives to the symbol of each cell.
     changed        bool: Whether the cell differs from the step before (in the first step: from the puzzle).
-    q_halt         The model's probability that the answer is right.
+    q_halt         The predicted probability that the answer is right. SE-RRM predicts the softmax probability
+                   of its least certain cell.
     wants_to_halt  Whether the model would stop after this step.
     """
 
