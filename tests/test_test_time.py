@@ -278,6 +278,7 @@ def test_set_up():
     assert reasoning == dataclasses.replace(model.eval_reasoning("max"), **changed)
     assert settings == Settings((2, 16), (1, 8), ("q_head",))
     assert set_up(tiny_model(eval_halt_max_steps=9), _config())[0].max_steps == 9
+    assert set_up(tiny_model("fprm", L_cycles=2, eval_L_cycles=3), _config())[0].L_cycles == 3
     assert set_up(tiny_model("transformer"), _config(select="vote"))[1] == Settings((1,), (1,), ("vote",))
 
 
