@@ -55,7 +55,7 @@ from evaluation.results import (
     write_results,
     write_summary,
 )
-from evaluation.test_time import check_init_noise, set_up
+from evaluation.test_time import check_effects, set_up
 from models import HaltingModel, build_model
 from models.carry import Reasoning
 from models.compilation import compile_blocks
@@ -151,7 +151,7 @@ def evaluate_checkpoint(
     check_same_files(compared, what="checkpoint", names=[str(checkpoint)])
     with collective_errors():
         reasoning, settings = set_up(model, config)
-        check_init_noise(model, config, seq_len=data.metadata.seq_len)
+        check_effects(model, config, seq_len=data.metadata.seq_len)
         evaluators.check(settings)
         if is_main():
             measured = _measured(checkpoint, config)

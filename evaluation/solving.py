@@ -26,7 +26,7 @@ from distributed.progress import Progress
 from evaluation.selection import Scores, Settings, predicted_tokens
 from evaluation.test_time import (
     build_draw,
-    check_init_noise,
+    check_effects,
     has_hidden_state,
     reasoning_of_samples,
     run_settings,
@@ -52,7 +52,8 @@ class Step:
     grid           Symbols of the cells, as texts.
     confidence     float32: Probability that the model gives to the symbol of each cell.
     changed        bool: Whether the cell differs from the step before (in the first step: from the puzzle).
-    q_halt         The model's probability that the answer is right.
+    q_halt         The predicted probability that the answer is right. SE-RRM predicts the softmax probability
+                   of its least certain cell.
     wants_to_halt  Whether the model would stop after this step.
     """
 
@@ -146,7 +147,7 @@ def answer_puzzle(
     config = config.model_copy(update={"noise": _noise(model, config)})
     max_steps = config.steps or model.eval_reasoning(config.halting).max_steps
     reasoning = reasoning_of_samples(model, config, max_steps=max_steps, num_samples=config.samples)
-    check_init_noise(model, config, seq_len=len(puzzle.tokens))
+    check_effects(model, config, seq_len=len(puzzle.tokens))
     is_search = model.network.is_search
 
     traces: list[tuple[np.ndarray, Trace]] = []  # after each step: its attempts, and their trace

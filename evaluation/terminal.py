@@ -157,7 +157,7 @@ def _verdict(answer: Answer) -> Iterator[str]:
         yield f"from sample {answer.sample + 1} of {answer.num_samples}: {_RULES[answer.select]}"
     yield f"thinking step {answer.number} of {len(answer.steps)}"
     if not answer.is_search:
-        yield f"probability that the answer is right: {answer.q_halt:.2f}"
+        yield f"predicted probability of being right: {answer.q_halt:.2f}"
         least = answer.confidence.min(initial=1)
         yield f"least confidence of a cell: {least:.2f}" if least < _CERTAIN else "confident of every cell"
         after = f"halt after step {answer.halting_step}" if answer.halting_step else "never halt"
@@ -167,7 +167,7 @@ def _verdict(answer: Answer) -> Iterator[str]:
 def _legend(answer: Answer, groups: list[list[Step]], *, color: bool) -> str:
     style, parts = answer.style, []
     if not answer.is_search:
-        parts.append("right: probability that the answer is right")
+        parts.append("right: predicted probability of being right")
     if any(group[0].changed.any() for group in groups) and (color or not style.has_areas):
         parts.append(_coded("changed", _CHANGED) if color else f"{_mark(style)} changed")
     if color:

@@ -98,24 +98,32 @@ def reasoning_of_samples(
 
 
 @torch.no_grad()
-def check_init_noise(model: HaltingModel, config: EvaluateConfig | SolveConfig, *, seq_len: int) -> None:
-    """Raises ValueError if the config sets init_noise, but the network does not start with it.
+def check_effects(model: HaltingModel, config: EvaluateConfig | SolveConfig, *, seq_len: int) -> None:
+    """Raises ValueError if the config sets init_noise or damping, but it does not change a thinking step.
 
-    The network of a plugin may have no hidden state, or a `start` that does not read init_noise.
+    The network of a plugin may have no hidden state, a `start` that does not read init_noise, or a `forward`
+    that does not call `perturb` (models/noise.py).
 
     seq_len: Number of cells (tokens) of a puzzle.
     """
-    if not config.init_noise:
-        return
     row = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
     tokens = torch.zeros(1, seq_len, dtype=torch.int32, device=row.device)
     puzzle = Batch(tokens, tokens, row.int(), row)
     rng = SlotRng.of_evaluation(0, rows=row, samples=row, steps=row)
-    settings = (dataclasses.replace(model.reasoning, init_noise=noise) for noise in (0.0, 1.0))
-    fixed, noisy = (model.network.start(puzzle, setting, rng, row == 0) for setting in settings)
-    if all(torch.equal(fixed[name], noisy[name]) for name in fixed):
-        noise = f"init_noise={config.init_noise:g}"
-        raise ValueError(f"{noise} has no effect: this model does not start with noise. Remove it.")
+    for name, without, full, reason in (
+        ("init_noise", 0.0, 1.0, "this model does not start with noise"),
+        ("damping", 1.0, 0.0, "this model does not damp its state"),
+    ):
+        value, states = getattr(config, name), []
+        if value in (None, without):
+            continue
+        for setting in (without, full):
+            reasoning = dataclasses.replace(model.eval_reasoning("max"), **{name: setting})
+            start = model.network.start(puzzle, reasoning, rng, row == 0)
+            after, _ = model.network(start, tokens, puzzle.puzzle_identifiers, reasoning=reasoning, rng=rng)
+            states.append([*start.values(), *after.values()])
+        if all(map(torch.equal, *states)):
+            raise ValueError(f"{name}={value:g} has no effect: {reason}. Remove it.")
 
 
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:

@@ -25,7 +25,7 @@ class Trace(NamedTuple):
                    different tokens, otherwise int32.
     confidence     float32 [batch, steps, seq_len]: Probability of this token, by stablemax if the loss of the
                    model has stablemax (arch.loss.loss_type), else by softmax.
-    q_halt         float32 [batch, steps]: The model's logit of "the answer is right".
+    q_halt         float32 [batch, steps]: Logit of the predicted probability that the answer is right.
     wants_to_halt  bool [batch, steps]: Whether the model would stop after this step.
     candidates     int64 [batch, steps, seq_len]: Bit t is set if token t is still possible in the cell. Only
                    for a search model (LDT) with at most MOST_TOKENS tokens. Otherwise [batch, steps, 0].

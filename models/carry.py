@@ -76,7 +76,9 @@ class Prediction(NamedTuple):
     Attributes:
         logits: Logits of the answer, for each cell over all tokens, [batch, seq_len, vocab] in the dtype of
             the activations.
-        q_halt: Logit of the probability that the answer is right, float32 [batch].
+        q_halt: Logit of the predicted probability that the answer is right, float32 [batch]. SE-RRM has no Q
+            head: it predicts the softmax probability of its least certain cell. LDT: 5 if the board is
+            solved, else -5.
         q_continue: Logit of the probability that the answer will be right after more thinking steps, float32
             [batch]. Only with arch.no_ACT_continue=false, this output is trained, and decides when a slot
             halts. None if the network has no such output.

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-# Modules with tests of half a minute or more: each worker starts with one of them.
-_LONGEST = ("test_recovery", "test_compilation", "test_layouts", "test_wandb")
+# Modules with the longest tests, of `make test` or of those that are marked long. Workers start with them.
+_LONGEST = ("test_layouts", "test_recovery", "test_update_sharding", "test_wandb")
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen

@@ -59,6 +59,7 @@ class HubServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 256  # a client that finds the queue full waits for a second, or longer
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -7,6 +7,7 @@ an error in any of these shows. Refusals are in tests/mistakes.yaml.
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,16 +15,19 @@ import torch
 from checkpointing.tensors import load_joined, save_section
 from checkpointing.writer import local_part
 from config.schema import PretrainConfig
-from distributed.collectives import barrier, broadcast_difference
+from distributed.collectives import ALONE, Ranks, barrier, broadcast_difference
 from distributed.errors import lost_connection
 from distributed.shards import Shard, tensor_of
 from distributed.world import rank
+from models.layers import Attention
 from tests.checkpoints import FINGERPRINT, assert_equal, begin_training, do_step
 from tests.float64 import assert_close, in_float64
 from tests.ranks import run_ranks
-from tests.tiny import random_batch, tiny_arch, tiny_config
+from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
+from training.cut import plan_of
 from training.data import open_data
+from training.model import build_local_model
 from training.pictures import think_of_puzzles
 from training.state import TrainState, build_first_state
 
@@ -266,6 +270,18 @@ def test_all_ranks_know_that_one_of_them_got_a_signal():
     """Otherwise, some ranks stop, and the others wait for them until the watchdog ends the run."""
     for found in run_ranks(_ask, 4, ["fsdp2", "dp2 x pp2", "dp2 x tp2", "tp2 x pp2"]):
         assert found == [1] * 4
+
+
+def test_tensor_parallelism_refuses_a_weight_of_a_block_without_a_plan(monkeypatch, capsys):
+    """Such as that of a plugin's layer. Both ranks would save the full weight, each as another part of it."""
+    monkeypatch.setattr(
+        "training.model.plan_of", lambda each: plan_of(each) if isinstance(each, Attention) else None
+    )
+    mesh, config = SimpleNamespace(pipeline=ALONE, tensor=Ranks(1, 2, None)), build_config("trm", "tp2", {})
+    with pytest.raises(SystemExit):
+        build_local_model(config, FACTS, mesh, device=torch.device("cpu"))
+    refusal = "error: tensor_parallel_degree=2 cannot divide L_level.layers.0.mlp.down_proj.weight: "
+    assert capsys.readouterr().err.startswith(refusal)
 
 
 def _drift(layouts: list[str]) -> list[tuple[str, list[int], int] | None]:

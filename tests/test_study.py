@@ -41,6 +41,17 @@ def test_a_search_refuses_other_data_unless_the_folder_was_moved(tmp_path, monke
 
 
 @pytest.mark.slow
+def test_the_values_of_trials_depend_on_the_sampler_seed(tmp_path):
+    space = read_space(["lr=interval(1,2)", "epochs=2", "eval_interval=1"])
+    values = []
+    for number, seed in enumerate((0, 0, 1)):
+        options = load_defaults("search") | {"study": "s", "sampler_seed": seed}
+        config = validate_config(SearchConfig, options)
+        values.append(Study(tmp_path / f"{number}.db", config, space, space.check()).begin()[1])
+    assert values[0] == values[1] != values[2]
+
+
+@pytest.mark.slow
 def test_the_page_of_a_study_shows_what_there_is(tmp_path, monkeypatch):
     """Of no trial, of one that has drawn nothing yet, and of some that are equally good."""
     words = (

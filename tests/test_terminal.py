@@ -49,7 +49,7 @@ def test_the_picture_in_plain_text():
         "1 .      1 2      valid: the rules of the puzzle hold\n"
         "3 .      1 4      from sample 2 of 4: the most frequent answer\n"
         "                  thinking step 3 of 3\n"
-        "                  probability that the answer is right: 1.00\n"
+        "                  predicted probability of being right: 1.00\n"
         "                  confident of every cell\n"
         "                  the model would halt after step 2\n"
         "\n"
@@ -58,7 +58,7 @@ def test_the_picture_in_plain_text():
         "1  2*         1  2\n"
         "3  4*         1* 4\n"
         "\n"
-        "right: probability that the answer is right   * changed"
+        "right: predicted probability of being right   * changed"
     )
     assert max(map(len, _picture(width=47).splitlines()[:-1])) <= 47, "what has no room goes below"
 

@@ -16,7 +16,7 @@ from dataset.loader import Batch, read_rows
 from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import ORACLE, Samples, Settings, select
-from evaluation.test_time import check_init_noise, set_up
+from evaluation.test_time import check_effects, set_up
 from models import HaltingModel
 from models.carry import Reasoning, State
 from models.random import SlotRng
@@ -278,6 +278,7 @@ def test_set_up():
     assert reasoning == dataclasses.replace(model.eval_reasoning("max"), **changed)
     assert settings == Settings((2, 16), (1, 8), ("q_head",))
     assert set_up(tiny_model(eval_halt_max_steps=9), _config())[0].max_steps == 9
+    assert set_up(tiny_model("fprm", L_cycles=2, eval_L_cycles=3), _config())[0].L_cycles == 3
     assert set_up(tiny_model("transformer"), _config(select="vote"))[1] == Settings((1,), (1,), ("vote",))
 
 
@@ -311,12 +312,28 @@ def test_noise_is_refused_if_no_state_gets_it(monkeypatch):
 def test_init_noise_is_refused_if_the_network_does_not_start_with_it(name, monkeypatch):
     """The network of a plugin may have a `start` of its own."""
     model = tiny_model(name)
-    check_init_noise(model, _config(init_noise=0.5), seq_len=FACTS.seq_len)
-    check_init_noise(model, _config(), seq_len=FACTS.seq_len)
+    check_effects(model, _config(init_noise=0.5), seq_len=FACTS.seq_len)
+    check_effects(model, _config(), seq_len=FACTS.seq_len)
 
     def start(data: Batch, *_: object) -> State:
         return model.network.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
 
     monkeypatch.setattr(model.network, "start", start)
     with pytest.raises(ValueError, match=r"^init_noise=0\.5 has no effect: this model does not start with"):
-        check_init_noise(model, _config(init_noise=0.5), seq_len=FACTS.seq_len)
+        check_effects(model, _config(init_noise=0.5), seq_len=FACTS.seq_len)
+
+
+@pytest.mark.parametrize("name", ["trm", "fprm", "serrm", "flow"])
+def test_damping_is_refused_if_the_network_has_none(name, monkeypatch):
+    """The network of a plugin may not call `perturb`."""
+    model = tiny_model(name)
+    check_effects(model, _config(damping=0.9), seq_len=FACTS.seq_len)
+    forward = model.network.forward
+
+    def undamped(*inputs: object, reasoning: Reasoning, rng: SlotRng | None = None) -> object:
+        return forward(*inputs, reasoning=dataclasses.replace(reasoning, damping=1.0), rng=rng)
+
+    monkeypatch.setattr(model.network, "forward", undamped)
+    check_effects(model, _config(damping=1.0), seq_len=FACTS.seq_len)
+    with pytest.raises(ValueError, match=r"^damping=0\.9 has no effect: this model does not damp its state"):
+        check_effects(model, _config(damping=0.9), seq_len=FACTS.seq_len)

@@ -73,7 +73,7 @@ def test_muon_in_float32_is_the_method_in_float64():
 
 
 def test_muon_also_updates_matrices_that_tensor_parallel_ranks_do_not_divide():
-    """Such as those of a layer without a plan, in a model of a plugin."""
+    """Such as all matrices without tensor parallelism."""
     updated = []
     for cuts in ({}, {"divided": Cut(1, 24, 0, 24, (24, 8))}):
         generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,8 @@ def build_local_model(
 
     Returns (model with the blocks and weights of this rank, {name: shape} of all weights before ranks divide
     them, {name: part that this rank holds} of the weights that tensor-parallel ranks divide). The initial
-    weights do not depend on the number of ranks.
+    weights do not depend on the number of ranks. If tensor-parallel ranks cannot divide a weight of a block,
+    all ranks exit with status 1.
 
     metadata: Sizes of the dataset. `num_puzzle_identifiers` must be the number of puzzle embeddings that this
     rank holds. mesh: Process groups of this rank.
@@ -35,6 +36,12 @@ def build_local_model(
         if mesh.pipeline.size > 1:
             pipe_levels(levels_of(model.network).values(), Ring(mesh.pipeline, mesh.owners))
         cuts = cut_tensors(model.network, mesh.tensor, plan_of) if mesh.tensor.size > 1 else {}
+        # Every rank would hold such a weight, but count and save it as a part that no other rank holds.
+        if mesh.tensor.size > 1 and (undivided := sorted(block_weights(model.network) - cuts.keys())):
+            raise ValueError(
+                f"tensor_parallel_degree={mesh.tensor.size} cannot divide {undivided[0]}: training/cut.py "
+                "has no plan for its layer. Set tensor_parallel_degree=1."
+            )
         model = model.to(device)
         if config.train_only == "puzzle_embeddings":
             model.requires_grad_(False)

@@ -4,7 +4,8 @@
 //   name, hint: texts for the user
 //   tokens: tokens that a user may put into a cell; blank: token of an empty cell
 //   isClue(token): whether the answer keeps the token
-//   check(question, answer, puzzle): {ok, text, cells: wrong cells}, or null if the answer is unknown
+//   check(question, answer, puzzle): {ok, text, cells: wrong cells}, or null if the answer is unknown. Without
+//     rules, it compares with the known answer, although a puzzle may have several right answers
 //   problem(question): text of an error in the question, or null
 //   optionally hasRules, paints, names (words for tokens), and draw(question, cell, token)
 
@@ -26,7 +27,7 @@ function judge(cells) {
 function compare(answer, puzzle) {
   if (!puzzle.labels) return null;
   const cells = range(0, answer.length).filter((cell) => ![-1, answer[cell]].includes(puzzle.labels[cell]));
-  return { ok: !cells.length, text: cells.length ? `${count(cells)} wrong` : "right", cells };
+  return { ok: !cells.length, text: cells.length ? `differs from the known answer in ${count(cells)}` : "right", cells };
 }
 
 // Default for all other puzzles: a grid of symbols, without known rules. If grids fill the token array, the first token
@@ -161,6 +162,7 @@ function maze({ rows: size }) {
     name: `mazes of ${size} × ${size}`,
     hint: "Click cells to draw walls, or move start and goal.",
     tokens: [WALL, START, GOAL],
+    hasRules: true,
     names: { [WALL]: "wall", [START]: "start", [GOAL]: "goal" },
     paints: true,
     blank: OPEN,

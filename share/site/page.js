@@ -336,7 +336,7 @@ async function copyLink() {
 function explain() {
   const hasClues = look.clues.size > 0;
   for (const part of document.querySelectorAll(".given, .given-words")) part.hidden = !hasClues;
-  if (kind.hasRules) $("wrong-words").textContent = "breaks the rules";
+  if (!kind.hasRules) $("wrong-words").textContent = "differs from the known answer";
   for (const part of document.querySelectorAll(".of-step, .of-search")) part.hidden = part.classList.contains("of-step") === !!facts.search;
   $("arrows").hidden = !kind.tokens.length;
   const steps = facts.steps === 1 ? "in one pass" : `in ${facts.steps} steps`;

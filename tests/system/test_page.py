@@ -213,15 +213,19 @@ def test_own_symbols_are_what_can_be_put_and_what_stays_is_given(visit, address)
 def test_only_a_maze_has_the_buttons_wall_start_and_goal(visit, page, tmp_path):
     copy = shutil.copytree(page, tmp_path / "page")
     facts = json.loads((copy / "run" / "page.json").read_text()) | {"groups": None}
-    for kind, symbols, words in (
-        ("maze", ["", "#", "", "S", "G", "*"], ["wall", "start", "goal"]),
-        ("coloring", ["", "", *"#RGB"], ["", "", "", "", "×"]),  # four colors, and an empty cell
+    rules, known = "breaks the rules", "differs from the known answer"
+    for kind, symbols, words, wrong in (
+        ("maze", ["", "#", "", "S", "G", "*"], ["wall", "start", "goal"], rules),
+        ("coloring", ["", "", *"#RGB"], ["", "", "", "", "×"], rules),  # four colors, and an empty cell
+        ("own", ["", "", *"#RGB"], ["", "", "", "", "×"], known),
     ):
         colors = ["#3f9d6b" if symbol else None for symbol in symbols]
         facts |= {"kind": kind, "symbols": symbols, "colors": colors}
         (copy / "run" / "page.json").write_text(json.dumps(facts))
         with served(copy) as address:
-            buttons = _open(visit, address).page.locator("#palette button")
+            shown = _open(visit, address).page
+            assert shown.inner_text("#wrong-words") == wrong
+            buttons = shown.locator("#palette button")
             assert [text.strip() for text in buttons.all_inner_texts()] == words
 
 

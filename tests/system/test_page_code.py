@@ -99,3 +99,15 @@ def test_rules_of_the_page_are_those_of_the_kinds(site, sudoku_folder):
     is_valid = site.evaluate(_IN_KIND, [facts, np.stack([questions, boards], axis=1).tolist()])
     assert is_valid == queens.KIND.accepts(questions, boards).tolist()
     assert 0 < sum(is_valid) < 80
+
+
+def test_without_rules_an_answer_is_compared_with_the_known_one(site):
+    """A plugin's kind may have `accepts`: an answer that differs may be right, too."""
+    facts = {"kind": "own", "rows": 1, "columns": 3, "vocab_size": 3, "symbols": ["", *"ab"]}
+    check = """async ([facts, answers]) => {
+        const kind = (await import("./kinds.js")).kindOf({ first_of_field: null, ...facts });
+        return answers.map((answer) => kind.check([1, 1, 1], answer, { labels: [1, 2, -1] }).text);
+    }"""
+    differs = "differs from the known answer in "
+    texts = ["right", differs + "1 cell", differs + "2 cells"]
+    assert site.evaluate(check, [facts, [[1, 2, 1], [1, 1, 2], [2, 1, 1]]]) == texts
