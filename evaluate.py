@@ -40,7 +40,7 @@ from distributed.number_format import Choice, choose_evaluation_format
 from distributed.world import is_main, local_rank, num_nodes, world_size
 from evaluation.compilation import compiler_cache_errors, compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
-from evaluation.known import broadcast_match, known_puzzles
+from evaluation.known import find_match, known_puzzles
 from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
 from evaluation.results import (
@@ -128,7 +128,9 @@ def evaluate_checkpoint(
         if world_size() > 1 and local_rank() == 0:
             compared = repr((fingerprint_of(folders, ("test",)), evaluators.kinds))
     check_same_files(compared, what="data", names=list(map(str, folders)))
-    match = broadcast_match(checkpoint, data)
+    with collective_errors():
+        match = find_match(checkpoint, data) if is_main() else None
+    match = broadcast_object(match)
     with collective_errors():
         data, puzzles, of_identifiers = known_puzzles(data, match, model=str(checkpoint))
         if puzzles is not None:

@@ -16,17 +16,7 @@ from dataset.identities import Match, identities_of, read_identities
 from dataset.metadata import Dataset
 from dataset.mixture import fingerprint_of
 from distributed import log
-from distributed.collectives import broadcast_object
-from distributed.errors import collective_errors
 from distributed.world import is_main
-
-
-def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
-    match = None
-    with collective_errors():
-        if is_main():
-            match = find_match(checkpoint, data)
-    return broadcast_object(match)
 
 
 def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:

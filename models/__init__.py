@@ -22,7 +22,6 @@ import importlib
 
 from config.architecture import Architecture, architectures
 from dataset.metadata import Metadata
-from models.blocks import levels_of
 from models.halting import HaltingModel
 from models.network import Network
 from models.record import record  # noqa: F401
@@ -45,12 +44,3 @@ def network_class(name: str) -> type[Network]:
     """
     plugin = plugin_of("Config", architectures()[name])
     return (plugin or importlib.import_module(f"models.{name}")).NETWORK
-
-
-def recompute_blocks(model: HaltingModel) -> None:
-    """Turns on activation checkpointing (arXiv 1604.06174) for every transformer block of a model.
-
-    Training then needs less memory and more time. The gradients do not change.
-    """
-    for level in levels_of(model).values():
-        level.recomputes_blocks = True

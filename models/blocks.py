@@ -85,7 +85,8 @@ class Level(nn.Module):
 
     Attributes:
         layers: The blocks.
-        recomputes_blocks: Whether the backward pass recomputes the activations of each block.
+        recomputes_blocks: Whether the backward pass recomputes the activations of each block (arXiv
+            1604.06174). Training then needs less memory and more time. The gradients do not change.
         is_compiled: Whether the blocks are compiled with torch.compile.
     """
 

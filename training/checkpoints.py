@@ -68,7 +68,7 @@ from evaluation.leaks import find_trained_before
 from runtime.metrics_file import cut_back_rows
 from runtime.writing import to_yaml, write_text
 from training.best import BestStep
-from training.initial import load_initial_weights_
+from training.initial import copy_weights_
 from training.run_folder import write_identities, writing_errors
 from training.schedule import log_rate_change
 from training.state import TrainState
@@ -262,7 +262,12 @@ class CheckpointManager:
             if is_main() and not is_this_run and total_steps is not None:
                 log_rate_change(config, chosen, content, total_steps)
         elif config.init_from is not None:
-            load_initial_weights_(state, config, self._dataset)
+            full_weights = {}
+            with collective_errors():
+                if is_main():
+                    weights = state.sections()["weights"]
+                    full_weights = copy_weights_(weights, config.init_from, config.arch, self._dataset)
+            state.broadcast_model_(full_weights)
 
         # Rank 0 removes the rows of metrics.jsonl after the step of the checkpoint, because this launch logs
         # them again. The other rows contain the evaluations, from which `best` is restored. If the row of the

@@ -10,37 +10,14 @@ from checkpointing.finding import ARCH_WORD, find_checkpoint
 from checkpointing.loading import load_weights, take_rows
 from config.architecture import Architecture
 from config.files import changed_words, load_arch_defaults
-from config.schema import PretrainConfig
 from dataset.metadata import Dataset
 from distributed import log
-from distributed.errors import collective_errors
 from distributed.shards import Shard, Tensors
-from distributed.world import is_main
 from evaluation.known import find_match
 from models import network_class
 from models.puzzle_embedding import PuzzleEmbedding
-from training.state import TrainState
 
 _TABLE = PuzzleEmbedding.weights_name
-
-
-def load_initial_weights_(state: TrainState, config: PretrainConfig, dataset: Dataset | None) -> None:
-    """Overwrites the weights of all ranks with those of the checkpoint `init_from`. All ranks call it.
-
-    The optimizer state and the step do not change. An error ends all ranks with a message.
-
-    state: State of step 0.
-    dataset: Training data. If its puzzles and those of the checkpoint have names, each puzzle gets its own
-        embedding from the checkpoint, and a new puzzle gets the mean of all. If `dataset` is None or there
-        are no names, compares the numbers of embeddings. If they are equal, embedding i is copied to
-        embedding i. Otherwise, each embedding becomes the mean.
-    """
-    full_copies = {}
-    with collective_errors():
-        if is_main():
-            weights = state.sections()["weights"]
-            full_copies = copy_weights_(weights, config.init_from, config.arch, dataset)
-    state.broadcast_model_(full_copies)
 
 
 def copy_weights_(

@@ -9,7 +9,7 @@ from distributed.errors import collective_errors
 from distributed.mesh import Mesh
 from distributed.pipeline import Ring, pipe_levels
 from distributed.tensor import Cut, cut_tensors
-from models import HaltingModel, build_model, recompute_blocks
+from models import HaltingModel, build_model
 from models.blocks import block_weights, levels_of
 from models.flops import StepCounter
 from models.puzzle_embedding import PuzzleEmbedding
@@ -46,7 +46,8 @@ def build_local_model(
         if config.train_only == "puzzle_embeddings":
             model.requires_grad_(False)
         if config.activation_checkpointing == "block":
-            recompute_blocks(model)
+            for level in levels_of(model).values():
+                level.recomputes_blocks = True
     network = model.network
     # Broadcast the initial weights, because random numbers may differ between kinds of hardware.
     buffers = {
