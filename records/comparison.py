@@ -232,13 +232,12 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
     write_json(folder / _JSON, content)
     results = content["results"]
     text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **content), []
-    models = dict.fromkeys(row["model"] for row in results)
-    roles = {name: f"series{index}" for index, name in enumerate(models, 1)}
+    names = dict.fromkeys([*plan["models"], *(row["model"] for row in results)])
+    roles = {name: f"series{index}" for index, name in enumerate(names, 1)}
     for training in dict.fromkeys(row["training"] for row in results):
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for row in results:
-            if row["training"] == training:
-                groups.setdefault(row["model"], []).append(row)
+        of_training = [row for row in results if row["training"] == training]
+        groups = {name: [row for row in of_training if row["model"] == name] for name in names}
+        groups = {name: group for name, group in groups.items() if group}
         rows = [[write(group) for write in _COLUMNS.values()] for group in groups.values()]
         text += f"\n## {training}\n\n" + _table(list(_COLUMNS), rows)
         lines = []
@@ -247,8 +246,8 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
             lines.append(Line(model, _costs(group), means, roles[model], has_dots=True))
         options = {"share": True, "from_zero": True, "log_x": True}
         chart = line_chart(training, lines, x_label="GFLOP of an answer", **options)
-        names = (f'<tspan fill="var(--{role})">{escape(name)}</tspan>' for name, role in chart.legend)
-        panels.append(((training, " ".join(names)), chart))
+        legend = (f'<tspan fill="var(--{role})">{escape(name)}</tspan>' for name, role in chart.legend)
+        panels.append(((training, " ".join(legend)), chart))
     tried = [
         [name, f"{row['lr']:g}", f"{row['exact_accuracy']:.3f}", _cells_right(row)]
         for name, rows in content["tuning"].items()
