@@ -153,7 +153,9 @@ class Weights:
         """
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
-                full = full_copies.get(name, self.flats[0].message.new_empty(shard.shape))
+                full = self.flats[0].message.new_empty(shard.shape)
+                if name in full_copies:
+                    full.copy_(full_copies[name])  # a checkpoint may have another dtype, on the CPU
                 ranks.broadcast_([full])
                 shard.tensor.copy_(part_of_whole(full, shard).view_as(shard.tensor))
 

@@ -202,7 +202,7 @@ def _begin_from_rank_0(folder: Path, layouts: list[str]) -> None:
     for layout in layouts:
         state = begin_training(build_config("trm", layout, {"arch": {"forward_dtype": "bfloat16"}}))
         shards = {n: each for n, each in state.sections()["weights"].items() if isinstance(each, Shard)}
-        full = {name: torch.randn(each.shape, generator=_generator()) for name, each in shards.items()}
+        full = {name: _draw_weight(each.shape) for name, each in shards.items()}
         state.broadcast_model_(full if rank() == 0 else {})
         (folder / layout).mkdir(exist_ok=True, parents=True)
         save_section(local_part(state.sections()["weights"]), folder / layout, "weights")
@@ -213,6 +213,11 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
+def _draw_weight(shape: tuple[int, ...]) -> torch.Tensor:
+    """Draws a weight in bfloat16, a dtype that a published checkpoint may have."""
+    return torch.randn(shape, generator=_generator()).bfloat16()
+
+
 @pytest.mark.slow
 def test_a_run_begins_with_whole_weights_that_rank_0_alone_has(tmp_path):
     layouts = ["fsdp2 x pp2", "tp2 x pp2"]
@@ -221,7 +226,7 @@ def test_a_run_begins_with_whole_weights_that_rank_0_alone_has(tmp_path):
         found = {n: each for n, each in load_joined(tmp_path / layout, "weights").items() if ".layers." in n}
         assert len(found) == 8
         for name, value in found.items():
-            assert torch.equal(value, torch.randn(value.shape, generator=_generator())), name
+            assert torch.equal(value, _draw_weight(value.shape).float()), name
 
 
 def _lose_the_last_stage() -> None:
