@@ -12,7 +12,7 @@ the fraction of idle time.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -156,17 +156,22 @@ def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Te
     return _Call.apply(ring, run, h.new_zeros((), requires_grad=True), h, *context)
 
 
-def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
+def pipe_levels(levels: Mapping[str, Any], ring: Ring) -> None:
     """Changes stacks of blocks so that a call runs through all stages of a pipeline.
 
-    Removes all blocks except those of this rank's stage. The remaining weights keep their names.
+    Removes all blocks except those of this rank's stage. The remaining weights keep their names. Raises
+    ValueError if the stages would have different numbers of blocks.
 
-    levels: Stacks of blocks (class `Level`), changed in place. A stack has the blocks in the module `layers`,
-    and a method `run_blocks` that calls them. ring: Connects the ranks of the pipeline.
+    levels: {name: stack of blocks} (class `Level`), changed in place. A stack has the blocks in the module
+    `layers`, and a method `run_blocks` that calls them. ring: Connects the ranks of the pipeline.
     """
-    for level in levels:
+    for level_name, level in levels.items():
         blocks = dict(level.layers.named_children())
-        assert len(blocks) % ring.size == 0, "the schema refuses other numbers"
+        if len(blocks) % ring.size:  # the schema knows only the keys of our models
+            raise ValueError(
+                f"pipeline_parallel_degree={ring.size} does not divide the {len(blocks)} blocks of "
+                f"{level_name}. Set a divisor of {len(blocks)}."
+            )
         num_local = len(blocks) // ring.size
         names = list(blocks)[ring.stage * num_local : (ring.stage + 1) * num_local]
         level.layers = nn.ModuleDict({name: blocks[name] for name in names})

@@ -130,7 +130,8 @@ def cut_tensors(
 
     Returns {name of a replaced weight: its `Cut`}. Also adds hooks to each layer with a plan. In the forward
     pass, the hooks sum the output of the layer over ranks. In the backward pass, they sum the gradient of the
-    input. A plan views a weight as [outer, middle, rest], and the number of ranks must divide `middle`.
+    input. A plan views a weight as [outer, middle, rest]. Raises ValueError if the number of ranks does not
+    divide `middle`.
 
     ranks: Ranks that divide the weights. plan_of: Function that returns the `Plan` of a layer, or None if
         every rank keeps the full layer.
@@ -140,7 +141,11 @@ def cut_tensors(
         if (plan := plan_of(module)) is None:
             continue
         for weight, (outer, middle) in plan.weights.items():
-            assert middle % ranks.size == 0, f"{name}.{weight}: {middle} on {ranks.size} ranks"
+            if middle % ranks.size:
+                raise ValueError(
+                    f"tensor_parallel_degree={ranks.size} does not divide the {middle} parts of "
+                    f"{name}.{weight}. Set a divisor of {middle}."
+                )
             full = module.get_parameter(weight)
             cut = Cut(outer, middle, 0, middle, tuple(full.shape)).of(ranks.index, ranks.size)
             cuts[f"{name}.{weight}"] = cut

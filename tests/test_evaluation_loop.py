@@ -34,7 +34,7 @@ def _evaluate(
         if num_stages > 1:
             sizes = {"pipeline": num_stages, "replicate": world_size() // num_stages, "shard": 1, "tensor": 1}
             mesh = Mesh(sizes)
-            pipe_levels(levels_of(model.network).values(), Ring(mesh.pipeline, mesh.owners))
+            pipe_levels(levels_of(model.network), Ring(mesh.pipeline, mesh.owners))
         result = evaluate_split(
             model,
             open_dataset(folder, read_everything=False),

@@ -19,11 +19,12 @@ from distributed.collectives import ALONE, Ranks, barrier, broadcast_difference
 from distributed.errors import lost_connection
 from distributed.shards import Shard, tensor_of
 from distributed.world import rank
-from models.layers import Attention
+from models import HaltingModel
+from models.layers import Attention, SwiGLU
 from tests.checkpoints import FINGERPRINT, assert_equal, begin_training, do_step
 from tests.float64 import assert_close, in_float64
 from tests.ranks import run_ranks
-from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
+from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config, tiny_model
 from training.checkpoints import CheckpointManager
 from training.cut import plan_of
 from training.data import open_data
@@ -197,6 +198,37 @@ def test_networks_that_draw_or_keep_more_have_the_same_bits_when_resumed(tmp_pat
     assert 0 < halted.sum() < len(halted), "stops are random"
 
 
+def _build_divided(monkeypatch, model: HaltingModel, *, stages: int = 1, shares: int = 1) -> tuple:
+    monkeypatch.setattr("training.model.build_model", lambda *_: model)
+    mesh = SimpleNamespace(
+        pipeline=Ranks(0, stages), tensor=Ranks(0, shares), owners=ALONE, replicas=ALONE, is_plain=False
+    )
+    return build_local_model(tiny_config(), FACTS, mesh, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 2}, "=2 does not divide the 3 blocks of L_level. Set a divisor of 3."),
+        ({"shares": 5}, "=5 does not divide the 2 parts of L_level.layers.0.self_attn.qkv_proj.weight."),
+        ({}, "has no Level. Remove pipeline_parallel_degree and tensor_parallel_degree."),
+    ],
+)
+def test_a_network_of_a_plugin_that_the_ranks_cannot_divide_is_refused(monkeypatch, capsys, options, message):
+    if not options:
+        monkeypatch.setattr("training.model.levels_of", lambda _: {})
+    with pytest.raises(SystemExit):
+        _build_divided(monkeypatch, tiny_model("trm", L_layers=3), **options)
+    assert message in capsys.readouterr().err
+
+
+def test_tensor_parallel_ranks_divide_blocks_only(monkeypatch):
+    model = tiny_model("trm")
+    model.network.last = SwiGLU(32, expansion=1)  # as in the network of a plugin
+    *_, cuts = _build_divided(monkeypatch, model, shares=2)
+    assert {name.partition(".layers.")[0] for name in cuts} == {"L_level"}
+
+
 def _begin_from_rank_0(folder: Path, layouts: list[str]) -> None:
     """Overwrites the weights with rank 0's copies of the whole, as init_from does, and writes them."""
     for layout in layouts:
@@ -282,9 +314,8 @@ def test_tensor_parallelism_refuses_a_weight_of_a_block_without_a_plan(monkeypat
     monkeypatch.setattr(
         "training.model.plan_of", lambda each: plan_of(each) if isinstance(each, Attention) else None
     )
-    mesh, config = SimpleNamespace(pipeline=ALONE, tensor=Ranks(1, 2, None)), build_config("trm", "tp2", {})
     with pytest.raises(SystemExit):
-        build_local_model(config, FACTS, mesh, device=torch.device("cpu"))
+        _build_divided(monkeypatch, tiny_model("trm"), shares=2)
     refusal = "error: tensor_parallel_degree=2 cannot divide L_level.layers.0.mlp.down_proj.weight: "
     assert capsys.readouterr().err.startswith(refusal)
 

@@ -33,15 +33,25 @@ def build_local_model(
         torch.manual_seed(config.seed)
         model = build_model(config.arch, metadata)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.network.named_parameters()}
-        if mesh.pipeline.size > 1:
-            pipe_levels(levels_of(model.network).values(), Ring(mesh.pipeline, mesh.owners))
-        cuts = cut_tensors(model.network, mesh.tensor, plan_of) if mesh.tensor.size > 1 else {}
-        # Every rank would hold such a weight, but count and save it as a part that no other rank holds.
-        if mesh.tensor.size > 1 and (undivided := sorted(block_weights(model.network) - cuts.keys())):
+        levels, cuts = levels_of(model.network), {}
+        if not mesh.is_plain and not levels:
             raise ValueError(
-                f"tensor_parallel_degree={mesh.tensor.size} cannot divide {undivided[0]}: training/cut.py "
-                "has no plan for its layer. Set tensor_parallel_degree=1."
+                f"pipeline and tensor parallelism divide blocks, but arch={config.arch.name} has no Level. "
+                "Remove pipeline_parallel_degree and tensor_parallel_degree."
             )
+        if mesh.pipeline.size > 1:
+            pipe_levels(levels, Ring(mesh.pipeline, mesh.owners))
+        if mesh.tensor.size > 1:
+            in_blocks = {layer for level in levels.values() for layer in level.layers.modules()}
+            cuts = cut_tensors(
+                model.network, mesh.tensor, lambda layer: plan_of(layer) if layer in in_blocks else None
+            )
+            # Every rank would hold such a weight, but count and save it as a part that no other rank holds.
+            if undivided := sorted(block_weights(model.network) - cuts.keys()):
+                raise ValueError(
+                    f"tensor_parallel_degree={mesh.tensor.size} cannot divide {undivided[0]}: "
+                    "training/cut.py has no plan for its layer. Set tensor_parallel_degree=1."
+                )
         model = model.to(device)
         if config.train_only == "puzzle_embeddings":
             model.requires_grad_(False)
