@@ -245,6 +245,23 @@ def state_numbers_per_weight(config: PretrainConfig) -> float:
     return sum(tensor_of(moment).numel() for moment in moments.values() if tensor_of(moment).ndim) / 16
 
 
+def _check_state(of_plugin: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Raises ValueError if a checkpoint cannot be read into the state of an optimizer of a plugin."""
+    weight = nn.Parameter(torch.zeros(16))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = of_plugin([weight], **options)
+    created = set(optimizer.state[weight])
+    optimizer.step()
+    for name, value in optimizer.state[weight].items():
+        is_tensor = isinstance(value, Tensor) and value.shape in ((), weight.shape)
+        if name not in created or not is_tensor:
+            raise ValueError(
+                f"optimizer={of_plugin.name}: a checkpoint cannot be read into its state {name!r}. The "
+                "constructor must create a scalar tensor or a tensor of the parameter's shape "
+                "(docs/extend.md)."
+            )
+
+
 def _groups_of(
     config: PretrainConfig, flat: FlatParameters, tensor: Ranks, compiler_options: dict[str, Any] | None
 ) -> Iterator[ParameterGroup]:
@@ -257,6 +274,7 @@ def _groups_of(
         parts = [tensor_of(flat.owned[name]) for name in names]
         if (of_plugin := find_optimizer(config.optimizer)) is not None:
             options = {"lr": config.lr, "weight_decay": weight_decay, **(config.optimizer_options or {})}
+            _check_state(of_plugin, options)
             optimizer = of_plugin(parts, **options)
         elif config.optimizer in ("adam_atan2", "muon"):
             optimizer = AdamATan2(flat, names, compiler_options=compiler_options, **adam)

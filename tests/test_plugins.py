@@ -154,6 +154,24 @@ def test_the_options_of_an_optimizer_are_checked_by_its_class(tmp_path, monkeypa
         compose_overrides(PretrainConfig, ["optimizer=muon", "+optimizer_options={beta1: 0.5}"])
 
 
+@pytest.mark.parametrize("state", [{}, {"step": 0}, {"step": torch.zeros(1)}])
+def test_an_optimizer_into_whose_state_no_checkpoint_can_be_read_is_refused(monkeypatch, state):
+    class Late(torch.optim.SGD):
+        name = "late"
+
+        def __init__(self, parameters, **options):
+            super().__init__(parameters, momentum=0.0 if state else 0.9, **options)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].update(state)
+
+    monkeypatch.setattr("optimizers.weights.find_optimizer", lambda _: Late)
+    name = next(iter(state), "momentum_buffer")
+    with pytest.raises(
+        ValueError, match=f"^optimizer=late: a checkpoint cannot be read into its state '{name}'"
+    ):
+        state_numbers_per_weight(tiny_config())
+
+
 def test_a_kind_of_a_plugin_is_a_kind(tmp_path, monkeypatch):
     monkeypatch.chdir(write_plugins(tmp_path).parent)
     assert "jigsaw" not in kind_names()
