@@ -96,8 +96,8 @@ class Weights:
         All ranks call it.
         """
         for group in self.groups:
-            # AdamATan2 adds 1 to `step` before it uses it.
-            group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
+            for settings in group.optimizer.param_groups:  # several only in a plugin
+                settings.update(lr=lr, step=step - 1)  # AdamATan2 adds 1 to `step` before it uses it
             group.optimizer.step()
 
     def gather_(self) -> None:

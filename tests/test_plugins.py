@@ -19,6 +19,7 @@ from optimizers.weights import state_numbers_per_weight
 from runtime import plugins
 from runtime.plugins import load_plugins, plugin_files
 from share.card import _build_command
+from tests.checkpoints import blank_state
 from tests.own_files import write_plugins
 from tests.ranks import complete_program, run_program
 from tests.tiny import FACTS, OVERRIDES, logged_rows, tiny_config
@@ -170,6 +171,20 @@ def test_an_optimizer_into_whose_state_no_checkpoint_can_be_read_is_refused(monk
         ValueError, match=f"^optimizer=late: a checkpoint cannot be read into its state '{name}'"
     ):
         state_numbers_per_weight(tiny_config())
+
+
+def test_every_parameter_group_of_an_optimizer_gets_the_rate_of_the_step(monkeypatch):
+    class Halves(torch.optim.SGD):
+        def __init__(self, parameters, *, lr, weight_decay):
+            first, *rest = parameters
+            groups = [{"params": [first]}, {"params": rest, "weight_decay": 0.0}]
+            super().__init__(groups[: 1 + bool(rest)], lr=lr, weight_decay=weight_decay)
+
+    monkeypatch.setattr("optimizers.weights.find_optimizer", lambda _: Halves)
+    weights = blank_state().weights
+    weights.update_(0.25, step=1)
+    (group,) = weights.groups
+    assert [settings["lr"] for settings in group.optimizer.param_groups] == [0.25, 0.25]
 
 
 def test_a_kind_of_a_plugin_is_a_kind(tmp_path, monkeypatch):
