@@ -211,14 +211,26 @@ def _build_divided(monkeypatch, model: HaltingModel, *, stages: int = 1, shares:
     [
         ({"stages": 2}, "=2 does not divide the 3 blocks of L_level. Set a divisor of 3."),
         ({"shares": 5}, "=5 does not divide the 2 parts of L_level.layers.0.self_attn.qkv_proj.weight."),
-        ({}, "has no Level. Remove pipeline_parallel_degree and tensor_parallel_degree."),
+        ({}, "arch=hrm has no Level. Remove pipeline_parallel_degree and tensor_parallel_degree."),
+        (
+            {"constant": "parameter"},
+            "the parameter lm_head.constant must be torch.float32 and need a gradient.",
+        ),
+        ({"constant": "buffer", "stages": 2}, "but L_level.layers.0.constant is one. Remove pipeline_par"),
     ],
 )
-def test_a_network_of_a_plugin_that_the_ranks_cannot_divide_is_refused(monkeypatch, capsys, options, message):
-    if not options:
+def test_a_network_of_a_plugin_that_cannot_be_trained_or_divided_is_refused(
+    monkeypatch, capsys, options, message
+):
+    model, constant = tiny_model("trm", L_layers=3), options.pop("constant", None)
+    if constant == "parameter":
+        model.network.lm_head.constant = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    elif constant == "buffer":
+        model.network.L_level.layers[0].register_buffer("constant", torch.ones(1))
+    elif not options:
         monkeypatch.setattr("training.model.levels_of", lambda _: {})
     with pytest.raises(SystemExit):
-        _build_divided(monkeypatch, tiny_model("trm", L_layers=3), **options)
+        _build_divided(monkeypatch, model, **options)
     assert message in capsys.readouterr().err
 
 

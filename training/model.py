@@ -9,7 +9,7 @@ from distributed.errors import collective_errors
 from distributed.mesh import Mesh
 from distributed.pipeline import Ring, pipe_levels
 from distributed.tensor import Cut, cut_tensors
-from models import HaltingModel, build_model
+from models import HaltingModel, Network, build_model
 from models.blocks import block_weights, levels_of
 from models.flops import StepCounter
 from models.puzzle_embedding import PuzzleEmbedding
@@ -34,11 +34,7 @@ def build_local_model(
         model = build_model(config.arch, metadata)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.network.named_parameters()}
         levels, cuts = levels_of(model.network), {}
-        if not mesh.is_plain and not levels:
-            raise ValueError(
-                f"pipeline and tensor parallelism divide blocks, but arch={config.arch.name} has no Level. "
-                "Remove pipeline_parallel_degree and tensor_parallel_degree."
-            )
+        _check_network(config, model.network, mesh)
         if mesh.pipeline.size > 1:
             pipe_levels(levels, Ring(mesh.pipeline, mesh.owners))
         if mesh.tensor.size > 1:
@@ -70,6 +66,31 @@ def build_local_model(
     for name in sorted(blocks):  # one at a time, because `broadcast_` copies all its tensors
         mesh.replicas.broadcast_([named[name]])
     return model, shapes, cuts
+
+
+def _check_network(config: PretrainConfig, network: Network, mesh: Mesh) -> None:
+    # Only networks of plugins can have these mistakes.
+    levels, first = levels_of(network), next(network.parameters())
+    if not mesh.is_plain and not levels:
+        raise ValueError(
+            f"pipeline and tensor parallelism divide blocks, but arch={config.arch.name} has no Level. "
+            "Remove pipeline_parallel_degree and tensor_parallel_degree."
+        )
+    for name, parameter in network.named_parameters():
+        if not parameter.requires_grad or parameter.dtype != first.dtype:
+            raise ValueError(
+                f"arch={config.arch.name}: the parameter {name} must be {first.dtype} and need a gradient. "
+                "Register a constant as a buffer."
+            )
+    for level_name, level in levels.items():
+        for name, _ in level.layers.named_buffers():
+            if (
+                mesh.pipeline.size > 1
+            ):  # rank 0 broadcasts and saves all buffers, but lacks those of other stages
+                raise ValueError(
+                    f"pipeline_parallel_degree={mesh.pipeline.size} needs blocks without buffers, but "
+                    f"{level_name}.layers.{name} is one. Remove pipeline_parallel_degree."
+                )
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:
