@@ -105,6 +105,22 @@ def test_steps_beyond_where_this_start_ends_do_not_count(capsys, corrects_bias):
     assert ("warning" in error) != corrects_bias
 
 
+def test_every_name_of_a_weight_has_its_average(monkeypatch):
+    """Layers of a plugin may share a weight. With another value for one, a program reads another model."""
+    model = tiny_model(forward_dtype="bfloat16")
+    network = model.network
+    network.lm_head.weight = network.embed_tokens.embedding_weight
+    network.L_level.layers.append(network.L_level.layers[0])
+    monkeypatch.setattr("training.model.build_model", lambda *_: model)
+    state = build_first_state(tiny_config(ema=_RATE), FACTS, device=torch.device("cpu"))
+    for average in state.average.tensors().values():
+        average.fill_(0.25)
+    saved, found = state.sections()["weights"], state.exports()["ema_weights"]
+    for name in ("lm_head.weight", "L_level.layers.1.mlp.down_proj.weight"):
+        assert saved[name].dtype == torch.float32
+        assert (found[name] == 0.25).all()
+
+
 def test_reading_changes_nothing():
     """In float32: a value that is rounded to bfloat16 and back would be another one."""
     config = tiny_config(ema=_RATE)

@@ -216,6 +216,10 @@ def _build_divided(monkeypatch, model: HaltingModel, *, stages: int = 1, shares:
             {"constant": "parameter"},
             "the parameter lm_head.constant must be torch.float32 and need a gradient.",
         ),
+        (
+            {"constant": "weight", "shares": 2},
+            "but L_level.layers.1.mlp.gate_up_proj.weight is L_level.layers.0",
+        ),
         ({"constant": "buffer", "stages": 2}, "but L_level.layers.0.constant is one. Remove pipeline_par"),
     ],
 )
@@ -225,6 +229,8 @@ def test_a_network_of_a_plugin_that_cannot_be_trained_or_divided_is_refused(
     model, constant = tiny_model("trm", L_layers=3), options.pop("constant", None)
     if constant == "parameter":
         model.network.lm_head.constant = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    elif constant == "weight":
+        model.network.L_level.layers[1].mlp = model.network.L_level.layers[0].mlp
     elif constant == "buffer":
         model.network.L_level.layers[0].register_buffer("constant", torch.ones(1))
     elif not options:

@@ -82,6 +82,13 @@ def _check_network(config: PretrainConfig, network: Network, mesh: Mesh) -> None
                 f"arch={config.arch.name}: the parameter {name} must be {first.dtype} and need a gradient. "
                 "Register a constant as a buffer."
             )
+    of_blocks = tuple(f"{name}.layers." for name in levels)
+    for name, first_name in shared_weights(network).items():
+        if not mesh.is_plain and name.startswith(of_blocks):
+            raise ValueError(
+                f"pipeline and tensor parallelism need blocks with different weights, but {name} is "
+                f"{first_name}. Remove pipeline_parallel_degree and tensor_parallel_degree."
+            )
     for level_name, level in levels.items():
         for name, _ in level.layers.named_buffers():
             if (
@@ -91,6 +98,13 @@ def _check_network(config: PretrainConfig, network: Network, mesh: Mesh) -> None
                     f"pipeline_parallel_degree={mesh.pipeline.size} needs blocks without buffers, but "
                     f"{level_name}.layers.{name} is one. Remove pipeline_parallel_degree."
                 )
+
+
+def shared_weights(network: Network) -> dict[str, str]:
+    """Returns {further name of a weight: its first name}, for a plugin whose layers share weights."""
+    first_names = {parameter: name for name, parameter in network.named_parameters()}
+    every_name = network.named_parameters(remove_duplicate=False)
+    return {name: first_names[weight] for name, weight in every_name if first_names[weight] != name}
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:

@@ -30,7 +30,7 @@ from optimizers.average import Average, build_average
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_flats, build_weights
 from training.layout import build_mesh
-from training.model import build_local_model
+from training.model import build_local_model, shared_weights
 from training.strategy import EveryStep, LocalSteps, Strategy
 
 
@@ -89,7 +89,7 @@ class TrainState:
             # of the blocks with a pipeline, with tensor parallelism, or if the blocks compute in bfloat16 and
             # a shard group divides their updates (`data_parallel_shard_degree`).
             "weights": self.model.network.state_dict()
-            | self.weights.tensors()
+            | self._with_shared(self.weights.tensors())
             | self._mark_copies(self.table.tensors()),
             # {"<moment>.<weight>": value}, full unless a shard group divides the updates of the weight. With
             # adam_atan2, the moments are "first_moment" and "second_moment", and its number of steps is
@@ -116,7 +116,13 @@ class TrainState:
         """
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
+        averages = self._with_shared(averages)
         return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
+
+    def _with_shared(self, tensors: Tensors) -> Tensors:
+        # The state dict of a network has every name of a weight, but `tensors` only the first one.
+        shared = shared_weights(self.model.network)
+        return tensors | {name: tensors[first] for name, first in shared.items() if first in tensors}
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
         # Tensor-parallel ranks work on the same puzzles, so they hold equal carries, puzzle embeddings, and
