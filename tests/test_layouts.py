@@ -198,43 +198,41 @@ def test_networks_that_draw_or_keep_more_have_the_same_bits_when_resumed(tmp_pat
     assert 0 < halted.sum() < len(halted), "stops are random"
 
 
-def _build_divided(monkeypatch, model: HaltingModel, *, stages: int = 1, shares: int = 1) -> tuple:
+def _build_divided(monkeypatch, model: HaltingModel, *, stages: int = 1, shares: int = 1, **keys) -> tuple:
     monkeypatch.setattr("training.model.build_model", lambda *_: model)
-    mesh = SimpleNamespace(
-        pipeline=Ranks(0, stages), tensor=Ranks(0, shares), owners=ALONE, replicas=ALONE, is_plain=False
-    )
-    return build_local_model(tiny_config(), FACTS, mesh, device=torch.device("cpu"))
+    groups = {"pipeline": Ranks(0, stages), "tensor": Ranks(0, shares), "owners": ALONE, "replicas": ALONE}
+    mesh = SimpleNamespace(**groups, is_plain=stages * shares == 1)
+    return build_local_model(tiny_config(**keys), FACTS, mesh, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("change", "options", "message"),
     [
-        ({"stages": 2}, "=2 does not divide the 3 blocks of L_level. Set a divisor of 3."),
-        ({"shares": 5}, "=5 does not divide the 2 parts of L_level.layers.0.self_attn.qkv_proj.weight."),
-        ({}, "arch=hrm has no Level. Remove pipeline_parallel_degree and tensor_parallel_degree."),
+        ("", {"stages": 2}, "=2 does not divide the 3 blocks of L_level. Set a divisor of 3."),
+        ("", {"shares": 5}, "=5 does not divide the 2 parts of L_level.layers.0.self_attn.qkv_proj.weight."),
         (
-            {"constant": "parameter"},
-            "the parameter lm_head.constant must be torch.float32 and need a gradient.",
+            "no level",
+            {"activation_checkpointing": "block"},
+            "=block needs blocks, but arch=hrm has no Level.",
         ),
-        (
-            {"constant": "weight", "shares": 2},
-            "but L_level.layers.1.mlp.gate_up_proj.weight is L_level.layers.0",
-        ),
-        ({"constant": "buffer", "stages": 2}, "but L_level.layers.0.constant is one. Remove pipeline_par"),
+        ("no level", {"tensor_parallel_degree": 2}, "=2 needs blocks, but arch=hrm has no Level."),
+        ("parameter", {}, "the parameter lm_head.constant must be torch.float32 and need a gradient."),
+        ("weight", {"shares": 2}, "but L_level.layers.1.mlp.gate_up_proj.weight is L_level.layers.0"),
+        ("buffer", {"stages": 2}, "but L_level.layers.0.constant is one. Remove pipeline_parallel_degree."),
     ],
 )
 def test_a_network_of_a_plugin_that_cannot_be_trained_or_divided_is_refused(
-    monkeypatch, capsys, options, message
+    monkeypatch, capsys, change, options, message
 ):
-    model, constant = tiny_model("trm", L_layers=3), options.pop("constant", None)
-    if constant == "parameter":
-        model.network.lm_head.constant = torch.nn.Parameter(torch.ones(1), requires_grad=False)
-    elif constant == "weight":
-        model.network.L_level.layers[1].mlp = model.network.L_level.layers[0].mlp
-    elif constant == "buffer":
-        model.network.L_level.layers[0].register_buffer("constant", torch.ones(1))
-    elif not options:
+    model = tiny_model("trm", L_layers=3)
+    if change == "no level":
         monkeypatch.setattr("training.model.levels_of", lambda _: {})
+    elif change == "parameter":
+        model.network.lm_head.constant = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    elif change == "weight":
+        model.network.L_level.layers[1].mlp = model.network.L_level.layers[0].mlp
+    elif change == "buffer":
+        model.network.L_level.layers[0].register_buffer("constant", torch.ones(1))
     with pytest.raises(SystemExit):
         _build_divided(monkeypatch, model, **options)
     assert message in capsys.readouterr().err

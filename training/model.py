@@ -71,11 +71,11 @@ def build_local_model(
 def _check_network(config: PretrainConfig, network: Network, mesh: Mesh) -> None:
     # Only networks of plugins can have these mistakes.
     levels, first = levels_of(network), next(network.parameters())
-    if not mesh.is_plain and not levels:
-        raise ValueError(
-            f"pipeline and tensor parallelism divide blocks, but arch={config.arch.name} has no Level. "
-            "Remove pipeline_parallel_degree and tensor_parallel_degree."
-        )
+    for key in ("pipeline_parallel_degree", "tensor_parallel_degree", "activation_checkpointing"):
+        if (value := getattr(config, key)) not in (1, "none") and not levels:
+            raise ValueError(
+                f"{key}={value} needs blocks, but arch={config.arch.name} has no Level. Remove {key}."
+            )
     for name, parameter in network.named_parameters():
         if not parameter.requires_grad or parameter.dtype != first.dtype:
             raise ValueError(
