@@ -89,15 +89,15 @@ def _check_network(config: PretrainConfig, network: Network, mesh: Mesh) -> None
                 f"pipeline and tensor parallelism need blocks with different weights, but {name} is "
                 f"{first_name}. Remove pipeline_parallel_degree and tensor_parallel_degree."
             )
-    for level_name, level in levels.items():
-        for name, _ in level.layers.named_buffers():
-            if (
-                mesh.pipeline.size > 1
-            ):  # rank 0 broadcasts and saves all buffers, but lacks those of other stages
-                raise ValueError(
-                    f"pipeline_parallel_degree={mesh.pipeline.size} needs blocks without buffers, but "
-                    f"{level_name}.layers.{name} is one. Remove pipeline_parallel_degree."
-                )
+    buffers = (
+        f"{of}.layers.{name}" for of, level in levels.items() for name, _ in level.layers.named_buffers()
+    )
+    if mesh.pipeline.size > 1 and (name := next(buffers, None)):
+        # Rank 0 broadcasts and saves all buffers, but lacks those of other stages.
+        raise ValueError(
+            f"pipeline_parallel_degree={mesh.pipeline.size} needs blocks without buffers, but {name} is one. "
+            "Remove pipeline_parallel_degree."
+        )
 
 
 def shared_weights(network: Network) -> dict[str, str]:
