@@ -295,6 +295,8 @@ def test_an_experiment_with_another_arch():
         assert ("arch.mlp_t=True" in stays) == (experiment == "demo")
     config = _compose("experiment=queens_8x8", "arch=flow", "arch.x0_std=1")  # TRM has no x0_std
     assert (config.arch.name, config.arch.x0_std) == ("flow", 1)
+    with pytest.raises(ValueError, match=r"arch\.loss\.label_smoothing=7 should be less than 1"):
+        _compose("experiment=ldt_sudoku", "arch=trm", "arch.loss.label_smoothing=7")  # LDT has no arch.loss
 
 
 def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch, tmp_path):
