@@ -332,7 +332,7 @@ class PretrainConfig(MachineConfig):
                 yield f"curriculum: {mistake}"
             for key in stage.cycles.keys() - set(self.arch.cycle_keys):
                 yield f"curriculum: arch={self.arch.name} has no {key}. Remove it from the stage."
-            needed = self.arch.gradient_cycles if stage.H_cycles else 0
+            needed = getattr(self.arch, "gradient_cycles", 0) if stage.H_cycles else 0  # a plugin may lack it
             if needed and stage.H_cycles < needed:
                 yield f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles {needed}."
 
