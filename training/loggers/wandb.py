@@ -6,6 +6,7 @@ warning is printed, and rows are still sent. A thread sends code and checkpoints
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import secrets
@@ -166,7 +167,7 @@ class WandbRun:
         """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
-            if goal is not None:
+            if goal is not None and math.isfinite(value):
                 best = {"max": max, "min": min}[goal](self._best.get(name, value), value)
                 self._best[name] = self._run.summary[f"best/{name}"] = best
 
