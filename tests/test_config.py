@@ -319,6 +319,13 @@ def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch,
         compose_run(["arch=trm"])
 
 
+def test_only_trainings_can_be_searched():
+    for schema, advice in ((PretrainConfig, " Use search.py "), (EvaluateConfig, "$")):
+        message = rf"'seed=1,2' has several values\. Write a list as \[1,2\]\.{advice}"
+        with pytest.raises(ValueError, match=message):
+            compose_config(schema, ["seed=1,2"])
+
+
 def test_numbers_are_not_guessed_from_other_types():
     for key, value in (("seed", True), ("lr", "1e-4"), ("epochs", "10"), ("checkpoint_every_eval", 1)):
         with pytest.raises(ValueError, match=key):
