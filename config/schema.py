@@ -323,8 +323,8 @@ class PretrainConfig(MachineConfig):
 
     def _curriculum_mistakes(self) -> Iterator[str]:
         shares = [stage.share for stage in self.curriculum if stage.share is not None]
-        if sum(shares) > 1:
-            yield f"curriculum: the sum of all share is {sum(shares):.4g}. It must be at most 1."
+        if math.fsum(shares) > 1:  # `sum` may round to more
+            yield f"curriculum: the sum of all share is {math.fsum(shares):.4g}. It must be at most 1."
         if any(stage.share is None for stage in self.curriculum[len(self.curriculum) - len(shares) :]):
             yield "curriculum: put stages with epochs before stages with share."
         for stage in self.curriculum:
