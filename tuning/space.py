@@ -205,7 +205,9 @@ def _distribution(override: Override) -> BaseDistribution:
             f"config: {argument} has the tag {min(unknown)!r}. Use only log, and only for numbers."
         )
     if isinstance(sweep, ChoiceSweep):
-        return CategoricalDistribution(tuple(dict.fromkeys(override.sweep_string_iterator())))
+        # Hydra escapes spaces. `compose_overrides` quotes texts instead.
+        texts = (text.replace("\\ ", " ") for text in override.sweep_string_iterator())
+        return CategoricalDistribution(tuple(dict.fromkeys(texts)))
     if isinstance(sweep, RangeSweep):
         low, high, step = _ends(sweep, argument)
     elif isinstance(sweep, IntervalSweep):
