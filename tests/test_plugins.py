@@ -40,6 +40,7 @@ _OWN = tuple(
             {"one.py": "import torch\n\nx = torch.nothing\n"},
             r"plugin one.py, line 3: AttributeError: .*nothing",
         ),
+        ({"one.py": "import sys\nsys.exit(0)\n"}, "plugin one.py, line 2: SystemExit: 0"),
         ({"one.py": "KINDS = 1\n"}, "plugin one.py defines none of NETWORK, KIND, OPTIMIZER, LOGGER"),
         ({"one.py": "NETWORK = 1\n"}, "plugin one.py: a model needs both NETWORK and Config"),
         (
