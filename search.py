@@ -107,10 +107,10 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
         log.info(f"best: trial {best.number}. Copy {folder / 'best.yaml'} to {name} to use it:\n")
         log.info(text)
     elif not is_stopped:
-        log.error(
-            f"no trial of study {config.study} is complete. Read the files output.log in {folder}. Then "
-            "choose another study, or increase trials to continue."
-        )
+        others = "choose another study, or increase trials to continue"
+        more = "run the same command again" if config.sampler == "grid" else others
+        problem = f"no trial of study {config.study} is complete"
+        log.error(f"{problem}. Read the files output.log in {folder}. Then {more}.")
         raise SystemExit(EXIT_FAILURE)
 
 

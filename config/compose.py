@@ -208,7 +208,8 @@ def _leave_out_of_experiment(
     schema = architectures().get(name)
     if schema is None:  # `validate_config` says so
         return ""
-    preset_keys = [key for key in arch if f"arch.{key}" not in chosen_keys and arch[key] != defaults.get(key)]
+    chosen = {key.split(".")[1] for key in chosen_keys if key.startswith("arch.")}
+    preset_keys = [key for key in arch if key not in chosen and arch[key] != defaults.get(key)]
 
     def without(keys: Iterable[str]) -> dict[str, Any]:
         remaining = {key: value for key, value in arch.items() if key not in keys}

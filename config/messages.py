@@ -86,7 +86,8 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
     if unknown := re.match(r"Could not override '(.+)'", lines[0]):
         return explain_unknown_key(schema, unknown[1])
     if several := re.match(r"(?:Ambiguous value for argument|Sweep parameters) ('.+')", lines[0]):
-        return f"{several[1]} has several values. Write a list as [1,2]. {SEVERAL_RUNS}."
+        more = f" {SEVERAL_RUNS}." if schema.YAML == "pretrain" else ""
+        return f"{several[1]} has several values. Write a list as [1,2].{more}"
     if "Available options in" in str(error):
         start = next(index for index, line in enumerate(lines) if line.startswith("Available options in"))
         names = lines[start + 1 : lines.index("Config search path:")]

@@ -323,8 +323,8 @@ class PretrainConfig(MachineConfig):
 
     def _curriculum_mistakes(self) -> Iterator[str]:
         shares = [stage.share for stage in self.curriculum if stage.share is not None]
-        if sum(shares) > 1:
-            yield f"curriculum: the sum of all share is {sum(shares):.4g}. It must be at most 1."
+        if math.fsum(shares) > 1:  # `sum` may round to more
+            yield f"curriculum: the sum of all share is {math.fsum(shares):.4g}. It must be at most 1."
         if any(stage.share is None for stage in self.curriculum[len(self.curriculum) - len(shares) :]):
             yield "curriculum: put stages with epochs before stages with share."
         for stage in self.curriculum:
@@ -332,7 +332,7 @@ class PretrainConfig(MachineConfig):
                 yield f"curriculum: {mistake}"
             for key in stage.cycles.keys() - set(self.arch.cycle_keys):
                 yield f"curriculum: arch={self.arch.name} has no {key}. Remove it from the stage."
-            needed = self.arch.gradient_cycles if stage.H_cycles else 0
+            needed = getattr(self.arch, "gradient_cycles", 0) if stage.H_cycles else 0  # a plugin may lack it
             if needed and stage.H_cycles < needed:
                 yield f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles {needed}."
 

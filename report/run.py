@@ -200,7 +200,8 @@ def _broken_lines(log: Path) -> list[str]:
     """
     if not log.exists():
         return [f"{log} is missing. The report has no learning curves."]
-    lines, intact = [*map(str.rstrip, read_lines(log))], {text for _, text in read_rows(log.parent)}
+    lines = [line.replace("\0", "").rstrip() for line in read_lines(log, allows_zeros=True)]
+    intact = {text for _, text in read_rows(log.parent)}
     broken = [line_number for line_number, line in enumerate(lines, 1) if line and line not in intact]
     if broken and broken[-1] == len(lines):
         broken.pop()

@@ -7,6 +7,7 @@ each seed.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from pathlib import Path
 
@@ -53,9 +54,9 @@ def _charts(study: Study) -> list[Chart]:
     curves = []
     for trial in study.trials:
         is_best = best is not None and trial.number == best.number
-        steps = [*trial.intermediate_values], [*trial.intermediate_values.values()]
+        values = {step: value for step, value in trial.intermediate_values.items() if math.isfinite(value)}
         name = "the best trial" if is_best else ""
-        curves.append(Line(name, *steps, has_dots=is_best, is_faint=not is_best))
+        curves.append(Line(name, [*values], [*values.values()], has_dots=is_best, is_faint=not is_best))
     title = "Evaluations of each trial"
     drawn.append(line_chart(title, curves, x_label="evaluation", integer_x=True, caption=metric))
     importances = _importances(study) if len(complete) > 1 else {}

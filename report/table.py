@@ -16,10 +16,11 @@ from typing import Any
 from config.files import flatten
 from dataset.kinds.kind import kind_names
 from evaluation.intervals import difference_p, mean_interval, wilson_interval
-from evaluation.metric_tables import independent_count, metrics_by_set
+from evaluation.metric_tables import independent_count, is_number, metrics_by_set
 from report.charts import duration, fraction, short
 from report.page import check_output, write_page
 from report.run import RunRecord, read_run
+from training.best import Selection
 
 NOTE = (
     "solved: mean over seeds [95 % interval of the mean (Student's t); for one seed, over test puzzles "
@@ -133,13 +134,13 @@ def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
 
 
 def _tested(run: RunRecord, metric: str) -> list[float]:
-    # The mean over test sets, for each evaluation. If several dataset folders were moved before the run
-    # resumed, later evaluations have other sets, because their names contain the names of the folders.
-    of_steps: dict[int, list[float]] = {}
-    for set_name in run.eval_sets():
-        for step, value in zip(*run.curve(f"eval/{set_name}/{metric}"), strict=True):
-            of_steps.setdefault(step, []).append(value)
-    return [fmean(of_steps[step]) for step in sorted(of_steps)]
+    # The mean over all test puzzles, for each evaluation.
+    selection = Selection(metric, has_validation=False)
+    rows = (
+        {name: value for name, value in row.items() if name.startswith("eval/") and is_number(value)}
+        for row in run.rows
+    )
+    return [value for row in rows if (value := selection.value(row)) is not None]
 
 
 def _last_sets(run: RunRecord) -> list[str]:
@@ -162,11 +163,15 @@ def _trained_on(run: RunRecord) -> dict[str, float]:
 
 def _unseen(run: RunRecord) -> float | None:
     trained_on = _trained_on(run)
-    names = {set_name: "unseen/" if trained_on.get(set_name) else "" for set_name in _last_sets(run)}
-    curves = [
-        run.curve(f"eval/{set_name}/{start}exact_accuracy")[1][-1:] for set_name, start in names.items()
-    ]
-    return fmean(sum(curves, [])) if any(trained_on.values()) and any(curves) else None
+    if not any(trained_on.values()):
+        return None
+    solved, total = 0.0, 0.0  # over all test puzzles
+    for set_name in _last_sets(run):
+        start = f"eval/{set_name}/{'unseen/' if trained_on.get(set_name) else ''}"
+        if shares := run.curve(f"{start}exact_accuracy")[1]:
+            count = (run.curve(f"{start}count")[1] or [1])[-1]
+            solved, total = solved + shares[-1] * count, total + count
+    return solved / total if total else None
 
 
 # {column: (function that formats a value, function that returns the value of a run or None)}.
@@ -225,7 +230,7 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
 
     groups: Groups of runs that differ only in the seed, from `group_runs`.
     columns: Columns to show. A column has a default name such as "solved", or is a metric of the log such as
-    "train/lm_loss" or "accuracy" (mean over test sets). If None, all default columns that are not empty.
+    "train/lm_loss" or "accuracy" (mean over test puzzles). If None, all default columns that are not empty.
     """
     usual = ["seeds", "solved", "p", *_VALUES]
     values, runs = dict(_VALUES), [run for group in groups for run in group.runs]

@@ -49,7 +49,7 @@ def _import(text: str, path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ValueError(f"plugin {text}{_line_of(error, file)}: {type(error).__name__}: {error}") from error
     if not any(part in vars(module) for part in _PARTS):
@@ -59,7 +59,7 @@ def _import(text: str, path: Path) -> ModuleType:
     return module
 
 
-def _line_of(error: Exception, file: Path) -> str:
+def _line_of(error: BaseException, file: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f", line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

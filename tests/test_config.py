@@ -295,6 +295,8 @@ def test_an_experiment_with_another_arch():
         assert ("arch.mlp_t=True" in stays) == (experiment == "demo")
     config = _compose("experiment=queens_8x8", "arch=flow", "arch.x0_std=1")  # TRM has no x0_std
     assert (config.arch.name, config.arch.x0_std) == ("flow", 1)
+    with pytest.raises(ValueError, match=r"arch\.loss\.label_smoothing=7 should be less than 1"):
+        _compose("experiment=ldt_sudoku", "arch=trm", "arch.loss.label_smoothing=7")  # LDT has no arch.loss
 
 
 def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch, tmp_path):
@@ -315,6 +317,13 @@ def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch,
     default = r"\(the default of data_path\) does .* experiment=demo, and first build its data: python"
     with pytest.raises(ValueError, match=default):
         compose_run(["arch=trm"])
+
+
+def test_only_trainings_can_be_searched():
+    for schema, advice in ((PretrainConfig, " Use search.py "), (EvaluateConfig, "$")):
+        message = rf"'seed=1,2' has several values\. Write a list as \[1,2\]\.{advice}"
+        with pytest.raises(ValueError, match=message):
+            compose_config(schema, ["seed=1,2"])
 
 
 def test_numbers_are_not_guessed_from_other_types():

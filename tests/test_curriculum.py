@@ -158,6 +158,13 @@ def _rates(**options) -> list[float]:
     return [scheduled_lr(step, base=2.0, total_steps=100, **options) for step in range(1, 101)]
 
 
+def test_shares_may_add_up_to_all_steps():
+    shares = [0.34, 0.56, 0.1]
+    assert 0.34 + 0.56 + 0.1 > 1  # rounded
+    curriculum = [{"share": share, "H_cycles": 1} for share in shares]
+    assert [stage.share for stage in tiny_config(curriculum=curriculum).curriculum] == shares
+
+
 def test_warm_up_is_linear_and_reaches_the_peak():
     rates = _rates(warmup_steps=10, min_ratio=1.0)
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])

@@ -71,6 +71,13 @@ def test_what_does_not_fit_is_one_line(words, line):
         compose_run([*_FITS, "--cfg", "job", "--world-size", *words.split()])
 
 
+def test_a_rank_to_profile_that_does_not_exist_is_a_warning(capsys):
+    check_layout(tiny_config(profile=True, profile_ranks=[1, 2]), 2)
+    assert (
+        capsys.readouterr().err == "warning: profile_ranks: rank 2 does not exist, so it writes no trace.\n"
+    )
+
+
 def test_an_elastic_run_continues_whatever_number_of_processes_remains(monkeypatch):
     """Of 24 slots, 2 processes have 12, and 5 processes have 5 or fewer: neither in 8 equal parts."""
     for is_elastic in (True, False):

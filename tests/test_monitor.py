@@ -270,7 +270,10 @@ def test_a_run_names_the_slots_of_its_processes(monkeypatch):
 
 
 def test_wandb_mode_never_asks(monkeypatch, tmp_path, capsys):
-    from training.loggers.wandb import choose_mode  # which imports wandb, for a second
+    import wandb  # for a second
+    from wandb.sdk.lib import wbauth
+
+    from training.loggers.wandb import choose_mode
 
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -281,6 +284,9 @@ def test_wandb_mode_never_asks(monkeypatch, tmp_path, capsys):
     assert "no W&B login" in capsys.readouterr().err
     netrc.write_text("machine api.wandb.ai login user password secret\n")
     netrc.chmod(0o600)
+    assert choose_mode("auto") == "online"
+    netrc.unlink()
+    wbauth.write_netrc_auth(host=wandb.Settings().base_url, api_key="x" * 40)  # as `wandb login` does
     assert choose_mode("auto") == "online"
     netrc.unlink()
     monkeypatch.setenv("WANDB_MODE", "online")

@@ -81,6 +81,15 @@ def test_every_look_can_be_drawn(style):
         assert (name, image.shape[1], image.dtype) == (expected, 3 * 176 + 16, np.uint8)
 
 
+def test_a_text_of_many_symbols_can_be_drawn():
+    pytest.importorskip("PIL")
+    tokens = np.full((1, 400), 2)
+    thoughts = Thoughts(
+        Style(num_columns=400), tokens, tokens, _thoughts(tokens[:, None], halts_after=1), ["a"]
+    )
+    assert [name for name, _ in thoughts.images()] == ["a"]
+
+
 def test_drawing_leaves_training_as_it_was(sudoku_folder):
     config = tiny_config(data_path=[str(sudoku_folder)], ema=0.9)
     data = open_data(config)

@@ -41,6 +41,7 @@ _OWN = tuple(
             {"one.py": "import torch\n\nx = torch.nothing\n"},
             r"plugin one.py, line 3: AttributeError: .*nothing",
         ),
+        ({"one.py": "import sys\nsys.exit(0)\n"}, "plugin one.py, line 2: SystemExit: 0"),
         ({"one.py": "KINDS = 1\n"}, "plugin one.py defines none of NETWORK, KIND, OPTIMIZER, LOGGER"),
         ({"one.py": "NETWORK = 1\n"}, "plugin one.py: a model needs both NETWORK and Config"),
         (
@@ -104,6 +105,8 @@ def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
             compose_overrides(PretrainConfig, [*_GRU, word])
     of_experiment = compose_overrides(PretrainConfig, [*_GRU, "experiment=demo"])
     assert (of_experiment.arch.name, of_experiment.arch.mlp_t) == ("gru", True)
+    monkeypatch.setattr(type(config.arch), "cycle_keys", ("H_cycles", "L_cycles"))  # without gradient_cycles
+    assert compose_overrides(PretrainConfig, [*_GRU, "curriculum=[{share: 0.3, H_cycles: 1}]"]).curriculum
     monkeypatch.setattr(plugins, "_loaded", {})
     with pytest.raises(
         ValueError,

@@ -135,6 +135,13 @@ def test_hostile_names_are_only_text(reported, sudoku_folder, tmp_path):
     assert "<img" not in (tmp_path / "both.html").read_text()
 
 
+def test_zeros_that_a_power_loss_leaves_in_the_log_are_no_error(tmp_path):
+    (tmp_path / METRICS_FILE).write_bytes(b'{"step": 1}\n\0\0\0{"step": 2}\n\0\0\0')
+    run = read_run(tmp_path)
+    assert [row["step"] for row in run.rows] == [1, 2]
+    assert run.warnings == [f"{tmp_path / 'config.yaml'} is missing"]
+
+
 def test_a_log_alone_is_enough_and_the_page_says_what_is_missing(sudoku_folder, tmp_path, capsys):
     run = write_run(tmp_path / "bare", sudoku_folder, has_checkpoint=False)
     lines = (run / METRICS_FILE).read_text().splitlines()

@@ -75,6 +75,16 @@ def test_test_sets_of_folders_that_were_moved_before_the_run_resumed_count_once(
     assert (record["low"], record["high"]) == wilson_interval(0.5, 200)
 
 
+def test_every_test_puzzle_counts_once_if_the_sets_have_different_sizes():
+    row = {"step": 1, "eval/a.all/exact_accuracy": 0.5, "eval/a.all/count": 100, "eval/a.all/trained_on": 0}
+    row |= {"eval/b.all/exact_accuracy": 0.9, "eval/b.all/count": 900, "eval/b.all/trained_on": 800}
+    row |= {"eval/b.all/unseen/exact_accuracy": 0.2, "eval/b.all/unseen/count": 100}
+    run = RunRecord(Path("run"), {}, [row], [], {}, {}, None, None, [])
+    (record,) = build_table(group_runs([run])).records
+    assert (record["solved"], record["unseen"]) == (pytest.approx(0.86), pytest.approx(0.35))
+    assert (record["low"], record["high"]) == pytest.approx(wilson_interval(0.86, 1000))
+
+
 def test_keys_that_change_no_training_are_no_difference(tmp_path, sudoku_folder):
     """The same training that is logged elsewhere is a repetition, not another seed."""
     assert {*_OF_OUTPUT} < {*PretrainConfig.model_fields}

@@ -159,6 +159,15 @@ def test_a_grid_runs_every_combination_once_and_writes_its_table(run_search):
 
 
 @pytest.mark.slow
+def test_the_next_start_of_a_grid_repeats_what_has_failed(run_search):
+    assert "done: 1 complete, 0 pruned, 1 failed of 2 trials" in run_search("lr=9,3", sampler="grid")[0]
+    Path("stand_in.py").write_text(_STAND_IN.replace("lr == 9", "lr == 8"))
+    out, _ = run_search("lr=9,3", sampler="grid")
+    assert "done: 2 complete, 0 pruned, 1 failed of 3 trials" in out
+    assert [trial.params["lr"] for trial in load_study().trials] == ["9", "3", "9"]
+
+
+@pytest.mark.slow
 def test_seeds_are_runs_of_one_trial_and_the_mean_is_its_score(run_search):
     run_search("lr=choice(2,3)", "seed=4", seeds=3, trials=1)
     (trial,) = load_study().trials

@@ -57,6 +57,13 @@ def test_a_grid_has_the_highest_value_of_a_range():
     assert written == [{"lr": "0.1"}, {"lr": "0.2"}, {"lr": "0.3"}]
 
 
+def test_a_text_of_a_list_may_contain_spaces():
+    space = read_space(["data_path=my data,[my data,b]"])
+    texts = [space.written(values) for values in space.combinations()]
+    composed = [compose_overrides(PretrainConfig, space.overrides(text)) for text in texts]
+    assert [config.data_path for config in composed] == [["my data"], ["my data", "b"]]
+
+
 @pytest.mark.slow
 def test_values_that_only_some_combinations_can_have_are_no_mistake():
     read_space(["arch.hidden_size=64,96", "arch.num_heads=2,3"]).check()
@@ -70,6 +77,7 @@ def test_values_that_only_some_combinations_can_have_are_no_mistake():
         ["experiment=demo", "lr=0.00123", "evaluators=[sudoku]", "checkpoint_interval=null"],
         ["arch.L_cycles=2"],
         ["arch=trm", "arch.loss.halting_weight=0.25", f"data_path={quoted(chr(39) + 'a b, c=1')}"],
+        ["experiment=demo", "arch=trm", "wandb_group=5"],  # TRM has no H_layers, which the experiment sets
         ["experiment=trm_sudoku_mlp", "curriculum=[{share:0.3,H_cycles:1}]", "ema=1e-05"],
     ],
 )

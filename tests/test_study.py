@@ -68,16 +68,18 @@ def test_the_page_of_a_study_shows_what_there_is(tmp_path, monkeypatch):
         drawn, _ = study.begin()
         study.report(drawn, [value])
         study.optuna.tell(drawn, value)
+    study.report(study.begin()[0], [float("nan"), float("inf")])
     study.optuna.ask()
     (tmp_path / "trial_1").mkdir()
     (tmp_path / "trial_1" / "report.html").touch()
     write_page(study, page)
     text = page.read_text()
-    assert text.count('<tr><th scope="row">') == 4
+    assert text.count('<tr><th scope="row">') == 5
     assert '<a href="trial_1/report.html">1</a>' in text
     for part in ("the best so far 0.75 at 2 trial", "1: adam_atan2, 2: muon", "It explains "):
         assert part in text
     assert "://" not in text
+    assert "NaN" not in text  # JSON.parse of the page would fail
 
 
 @pytest.mark.slow

@@ -254,6 +254,15 @@ def test_a_copy_of_a_run_is_another_run(tmp_path, sudoku_folder):
             _assert_has_all_rows(server.runs[name].history, tmp_path / folder)
 
 
+def test_a_value_that_is_not_finite_is_never_the_best():
+    from training.loggers.wandb import WandbRun
+
+    logger = SimpleNamespace(_best={}, _run=SimpleNamespace(summary={}))
+    for loss in (float("nan"), 0.5, 0.7):
+        WandbRun._record_best(logger, {"eval/all/lm_loss": loss})
+    assert logger._run.summary == {"best/eval/all/lm_loss": 0.5}
+
+
 def test_a_malformed_key_is_no_problem_of_the_network(capsys):
     import wandb  # which takes half a second, in every worker if it is at the top of this file
 

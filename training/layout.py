@@ -44,8 +44,12 @@ def check_layout(config: PretrainConfig, world_size: int) -> None:
 
     Exception: if torchrun may change the number of nodes (--nnodes MIN:MAX), local_steps is 1, and there is
     no pipeline, nothing is refused because it is uneven. An uneven division among processes causes a warning.
+    Ranks in `profile_ranks` that do not exist also cause a warning.
     """
     sizes = layout_of(config, world_size)
+    if config.profile and (absent := [number for number in config.profile_ranks if number >= world_size]):
+        ranks = ", ".join(map(str, absent))
+        log.warning(f"profile_ranks: rank {ranks} does not exist, so it writes no trace.")
     count = world_size // sizes["tensor"]
     slots, rest = divmod(config.global_batch_size, count)
     may_be_uneven = is_elastic() and config.local_steps == 1 and sizes["pipeline"] == 1

@@ -122,6 +122,7 @@ class Thoughts:
         for puzzle_index, name in enumerate(self.names):
             grids, regions = self._grids(puzzle_index)
             (rows, columns), size = grids[0].is_crossed.shape, _cell_size(grids[0])
+            digit_font = ImageFont.load_default(max(size / 2, 1))  # smaller ones cannot be drawn
             numbers = (
                 np.zeros((rows, columns), int) if regions is None else np.reshape(regions, (rows, columns))
             )
@@ -140,7 +141,7 @@ class Thoughts:
                     draw.rectangle(box, (*ground, round(255 * paint.opacity)), colors["var(--line)"])
                     if paint.text:
                         ink = colors["var(--accent)"] if paint.kind == "own" else ink
-                        middle, digit_font = (x + size / 2, y + size / 2), ImageFont.load_default(size / 2)
+                        middle = x + size / 2, y + size / 2
                         draw.text(middle, paint.text, ink, digit_font, anchor="mm")
                     for ends in [(box[:2], box[2:]), ((x, y + size), (x + size, y))] if crossed else []:
                         draw.line(ends, "white", 3)

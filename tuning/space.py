@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import Trial
 
-from config.compose import compose_overrides, parse_overrides, split_command_line
-from config.files import FOLDER
+from config.compose import compose_overrides, compose_values, parse_overrides, split_command_line
+from config.files import FOLDER, changed_words, load_arch_defaults, load_defaults
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from runtime.writing import to_yaml
@@ -205,7 +205,9 @@ def _distribution(override: Override) -> BaseDistribution:
             f"config: {argument} has the tag {min(unknown)!r}. Use only log, and only for numbers."
         )
     if isinstance(sweep, ChoiceSweep):
-        return CategoricalDistribution(tuple(dict.fromkeys(override.sweep_string_iterator())))
+        # Hydra escapes spaces. `compose_overrides` quotes texts instead.
+        texts = (text.replace("\\ ", " ") for text in override.sweep_string_iterator())
+        return CategoricalDistribution(tuple(dict.fromkeys(texts)))
     if isinstance(sweep, RangeSweep):
         low, high, step = _ends(sweep, argument)
     elif isinstance(sweep, IntervalSweep):
@@ -242,7 +244,14 @@ def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
     overrides: Arguments key=value. Options such as --config-dir are left out.
     """
     values, experiments, groups = OmegaConf.create(), [], {}
-    for override in _overrides_in(overrides):
+    parsed = _overrides_in(overrides)
+    if {"arch", "experiment"} <= {override.get_key_element().lstrip("+") for override in parsed}:
+        # The experiment may be for another model, which ignores some of its values. So write all values.
+        composed = compose_values(PretrainConfig, overrides)
+        arch = composed["arch"]["name"]
+        usual = load_defaults("pretrain") | {"arch": load_arch_defaults(arch)}
+        parsed = _overrides_in([f"arch={arch}", *changed_words(composed, usual)])
+    for override in parsed:
         key, value = override.get_key_element().lstrip("+"), override.value()
         if key == "experiment":
             experiments = [value] if value is not None else []

@@ -38,8 +38,6 @@ class Study:
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
         self.name, self.space, self._config, self._run = config.study, space, config, run
-        self._grid = space.combinations() if config.sampler == "grid" else []
-        self.num_trials = len(self._grid) or config.trials
         # Number of evaluations of a complete trial, over all its seeds. None: unknown, or different for each.
         count = None if _OF_LENGTH & space.parameters.keys() else _count_evaluations(run)
         self.num_evaluations = None if count is None else config.seeds * count
@@ -62,6 +60,11 @@ class Study:
         self._storage = storage
         self._judged: set[int] = set()  # numbers of the trials that `report` has judged in this process
         self._forward_dtype = self._claim(path, run, known)
+        self.num_trials, self._missing = config.trials, []  # combinations of the grid that have no trial yet
+        if config.sampler == "grid":
+            tried = [_values(trial) for trial in self.trials if trial.state != TrialState.FAIL]
+            self._missing = [values for values in space.combinations() if values not in tried]
+            self.num_trials = len(self.trials) + len(self._missing)
         is_open = run.arch.forward_dtype == "auto" and FORMAT_KEY not in space.parameters
         self._format_words = [f"{FORMAT_KEY}={self._forward_dtype}"] if is_open else []
 
@@ -122,8 +125,8 @@ class Study:
         self.optuna.sampler = optuna.samplers.TPESampler(
             n_startup_trials=self._config.startup_trials, seed=seed
         )
-        if self._grid and number is None:
-            self.optuna.enqueue_trial(self._grid[trial_number])
+        if self._missing and number is None:
+            self.optuna.enqueue_trial(self._missing.pop(0))
         if number is None or self.trials[number].state == TrialState.WAITING:  # killed before `ask`
             trial = self.optuna.ask()
         else:
@@ -209,7 +212,7 @@ class Study:
             ) from None
 
     def _pruner(self) -> optuna.pruners.BasePruner:
-        if self._grid:
+        if self._config.sampler == "grid":
             return optuna.pruners.NopPruner()
         if self._config.pruner == "median":
             return optuna.pruners.MedianPruner(n_startup_trials=self._config.startup_trials)
@@ -217,6 +220,11 @@ class Study:
             # auto: the number of evaluations of the trials that are complete
             return optuna.pruners.HyperbandPruner(max_resource=self.num_evaluations or "auto")
         return optuna.pruners.NopPruner()
+
+
+def _values(trial: FrozenTrial) -> dict[str, Any]:
+    # If the search was killed, a trial of a grid may not have drawn all values yet.
+    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
 
 
 def _keys_of_other_data(before: dict[str, Any], now: PretrainConfig) -> list[str]:

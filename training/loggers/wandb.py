@@ -6,7 +6,7 @@ warning is printed, and rows are still sent. A thread sends code and checkpoints
 
 import contextlib
 import logging
-import netrc
+import math
 import os
 import queue
 import secrets
@@ -167,7 +167,7 @@ class WandbRun:
         """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
-            if goal is not None:
+            if goal is not None and math.isfinite(value):
                 best = {"max": max, "min": min}[goal](self._best.get(name, value), value)
                 self._best[name] = self._run.summary[f"best/{name}"] = best
 
@@ -260,7 +260,7 @@ class _Extras:
 def choose_mode(wandb_mode: str) -> str:
     """Returns the mode for the W&B client: "online", "offline" or another value of WANDB_MODE.
 
-    If the mode would be "online", but no API key is found, returns "offline".
+    If the mode would be "online", but no login is found, returns "offline".
 
     wandb_mode: Value of the config key `wandb_mode`. "auto" means the value of the environment variable
         WANDB_MODE, or "online" if this variable is not set.
@@ -274,14 +274,17 @@ def choose_mode(wandb_mode: str) -> str:
 
 
 def has_wandb_login() -> bool:
-    """Returns whether there is an API key for the W&B server, in WANDB_API_KEY or in .netrc."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    """Returns whether W&B's client finds a login for its server, for example in WANDB_API_KEY or .netrc."""
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib import wbauth
+
+    os.environ.setdefault("WANDB_SILENT", "true")  # otherwise the client prints where it finds its settings
+    host = wandb_setup.singleton().settings.base_url
+    options = {"source": "", "prompt": False, "update_session": False}
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+        return wbauth.authenticate_session(host=host, **options) is not None
+    except wandb.errors.AuthenticationError:  # a malformed key: `wandb.init` raises the same error
+        return True
 
 
 @contextlib.contextmanager
