@@ -452,10 +452,25 @@ _BUILT_IN = (
 def architectures() -> dict[str, type[ArchConfig]]:
     """Returns {name: config class} for all models, such as {"hrm": HRMConfig, ...}.
 
-    This includes the models of imported plugins (users' Python files).
+    This includes the models of imported plugins (users' Python files). Raises ValueError if a plugin's model
+    has no name, or the name of a model of this repository.
     """
-    schemas = [*_BUILT_IN, *plugins.defined("Config")]
-    return {typing.get_args(schema.model_fields["name"].annotation)[0]: schema for schema in schemas}
+    ours = {_name_of(schema): schema for schema in _BUILT_IN}
+    of_plugins = {_name_of(schema): schema for schema in plugins.defined("Config")}
+    for name in (None, *ours):
+        if name in of_plugins:
+            (file,) = plugins.plugin_names([plugins.plugin_of("Config", of_plugins[name])])
+            raise ValueError(
+                f"plugin {file}: Config has {f'the name {name} of another model' if name else 'no name'}. "
+                "Add name: Literal[...] with the name in its YAML file."
+            )
+    return ours | of_plugins
+
+
+def _name_of(schema: type[ArchConfig]) -> str | None:
+    # The class has a field such as `name: Literal["hrm"]`. None if it has none.
+    field = schema.model_fields.get("name")
+    return next(iter(typing.get_args(field.annotation)), None) if field else None
 
 
 def _choose_class(values: Any) -> Any:

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_PARTS = ("NETWORK", "KIND", "OPTIMIZER", "LOGGER")
+# {global variable: attributes that it must have}
+_PARTS = {"NETWORK": (), "KIND": ("name",), "OPTIMIZER": ("name", "check_options"), "LOGGER": ("name",)}
 _loaded: dict[Path, ModuleType] = {}
 _has_option = False  # whether the program has the option --plugin. If False, it has the key `plugins`
 
@@ -56,6 +57,10 @@ def _import(text: str, path: Path) -> ModuleType:
         raise ValueError(f"plugin {text} defines none of {', '.join(_PARTS)} (docs/extend.md).")
     if ("NETWORK" in vars(module)) != ("Config" in vars(module)):
         raise ValueError(f"plugin {text}: a model needs both NETWORK and Config (docs/extend.md).")
+    for part, attributes in _PARTS.items():
+        for attribute in attributes if part in vars(module) else ():
+            if not hasattr(vars(module)[part], attribute):
+                raise ValueError(f"plugin {text}: {part} lacks {attribute}. Add it (docs/extend.md).")
     return module
 
 

@@ -31,6 +31,13 @@ _OWN = tuple(
 )
 
 
+_OF_RULE = "name='own', check_options=None"
+
+
+def _part(part, attributes="name='own'"):
+    return f"import types\n{part} = types.SimpleNamespace({attributes})\n"
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -44,8 +51,10 @@ _OWN = tuple(
         ({"one.py": "import sys\nsys.exit(0)\n"}, "plugin one.py, line 2: SystemExit: 0"),
         ({"one.py": "KINDS = 1\n"}, "plugin one.py defines none of NETWORK, KIND, OPTIMIZER, LOGGER"),
         ({"one.py": "NETWORK = 1\n"}, "plugin one.py: a model needs both NETWORK and Config"),
+        ({"one.py": "KIND = 1\n"}, "plugin one.py: KIND lacks name. Add it"),
+        ({"one.py": _part("OPTIMIZER")}, "plugin one.py: OPTIMIZER lacks check_options. Add it"),
         (
-            {"one.py": "KIND = 1\n", "two/one.py": "KIND = 1\n"},
+            {"one.py": _part("KIND"), "two/one.py": _part("KIND")},
             "plugin two/one.py: another plugin is called one too",
         ),
     ],
@@ -67,16 +76,16 @@ def test_a_file_that_was_no_plugin_may_be_corrected(tmp_path, monkeypatch):
         Path("one.py").write_text(text)
         with pytest.raises(ValueError, match=message):
             load_plugins(["one.py"])
-    Path("one.py").write_text("KIND = 'corrected'")
+    Path("one.py").write_text(_part("KIND", "name='corrected'"))
     load_plugins(["one.py"])
-    assert plugins.defined("KIND") == ["corrected"]
+    assert [each.name for each in plugins.defined("KIND")] == ["corrected"]
 
 
 def test_a_plugin_is_imported_once_and_needs_no_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
     Path("mine/__init__.py").write_text("from plugin_mine.part import OPTIMIZER\n")
-    Path("mine/part.py").write_text("print('imported')\nOPTIMIZER = type('Own', (), {'name': 'own'})\n")
+    Path("mine/part.py").write_text("print('imported')\n" + _part("OPTIMIZER", _OF_RULE))
     load_plugins(["mine", "./mine", str(tmp_path / "mine")])
     load_plugins(["mine"])
     assert [each.name for each in plugins.defined("OPTIMIZER")] == ["own"]
@@ -84,6 +93,20 @@ def test_a_plugin_is_imported_once_and_needs_no_path(tmp_path, monkeypatch):
         "plugin_mine/mine/__init__.py",
         "plugin_mine/mine/part.py",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("pass", "the name trm of"), ("name: Literal['hrm']", "the name hrm of"), ("name: str", "no name")],
+)
+def test_a_model_needs_a_name_of_its_own(line, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = ("from typing import Literal", "from config.architecture import TRMConfig as Base")
+    lines += ("class Config(Base):", f"    {line}", "NETWORK = 1")
+    Path("one.py").write_text("\n".join(lines))
+    load_plugins(["one.py"])
+    with pytest.raises(ValueError, match=f"^plugin one.py: Config has {words}"):
+        architectures()
 
 
 @pytest.mark.slow
