@@ -265,7 +265,11 @@ class PretrainConfig(MachineConfig):
         optimizer = find_optimizer(self.optimizer)
         if optimizer is None:
             if self.optimizer not in optimizer_names():
-                yield f"optimizer={self.optimizer!r} should be one of {', '.join(optimizer_names())}"
+                names = ", ".join(optimizer_names())
+                yield (
+                    f"optimizer={self.optimizer!r} should be one of {names}. For an optimizer of yours, add "
+                    "plugins=[FILE]."
+                )
             if self.optimizer_options:
                 yield f"optimizer_options has no effect with optimizer={self.optimizer}. Remove it."
         else:
