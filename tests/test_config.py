@@ -164,7 +164,7 @@ def test_help_has_the_keys_that_people_use_and_more_on_request(capsys):
     text = capsys.readouterr().out
     assert len(re.findall(r"^  \w+=\S+ +\w", text, re.MULTILINE)) == 25
     assert len(text.splitlines()) <= 70
-    topics = {"arch=fprm": "  arch.forward_dtype=", "arch.H_cycles": "trm:", "lr": "peak"}
+    topics = {"arch=fprm": "  arch.forward_dtype=", "arch.H_cycles": "trm", "lr": "peak"}
     all_but_ldt = ", ".join(sorted(architectures().keys() - {"ldt"}))
     topics |= {"hidden_size": "ldt:\n  arch.hidden_size=128"}
     topics |= {"arch.loss": f"{all_but_ldt}:\nThe loss\n  arch.loss.loss_type="}

@@ -53,17 +53,15 @@ FACTS = Metadata(
 
 _TINY = {"hidden_size": 32, "num_heads": 2, "puzzle_emb_ndim": 32, "forward_dtype": "float32"}
 _RECURSIVE = {"H_cycles": 2, "L_cycles": 2, "L_layers": 1, "halt_max_steps": 4, "halt_exploration_prob": 0.3}
+_OF_TRM = {**_RECURSIVE, "puzzle_emb_len": 3}  # and its variants
 _OWN = {
     "hrm": {**_RECURSIVE, "H_layers": 1, "q_target": "deferred"},
-    "trm": {**_RECURSIVE, "puzzle_emb_len": 3},
-    "trm_singlez": {**_RECURSIVE, "puzzle_emb_len": 3},
-    "infiloop": {**_RECURSIVE, "puzzle_emb_len": 3},
     "urm": _RECURSIVE,
     "fprm": {
         **{**_RECURSIVE, "H_cycles": 1, "puzzle_emb_len": 0},
         **{"eval_halt_max_steps": 6, "init_noise": 0.0, "fp_thresh": 0.5},
     },
-    "flow": {**_RECURSIVE, "puzzle_emb_len": 3, "eval_halt_max_steps": 6, "own_predictions": 1.0},
+    "flow": {**_OF_TRM, "eval_halt_max_steps": 6, "own_predictions": 1.0},
     "serrm": {**_RECURSIVE, "head_dim": 12, "num_heads_t": 3, "head_dim_t": 6, "add_tokens": 2},
     "transformer": {"num_layers": 2},
     "ldt": {"num_layers": 2, "loops": 2, "puzzle_emb_ndim": 0, "halt_max_steps": 4, "eval_halt_max_steps": 6},
@@ -71,7 +69,7 @@ _OWN = {
 
 
 def tiny_arch(name: str = "hrm", **changes: Any) -> Architecture:
-    values = load_defaults(f"arch/{name}") | _TINY | _OWN[name] | changes
+    values = load_defaults(f"arch/{name}") | _TINY | _OWN.get(name, _OF_TRM) | changes
     return validate_config(architectures()[name], values)
 
 
