@@ -7,7 +7,8 @@ t                The number of the slot's thinking step on its puzzle, from 1.
 decay            arch.loss.supervision_decay, by default 1.
 halting_weight   arch.loss.halting_weight, by default 0.5.
 lm_loss          Cross-entropy of the tokens, the mean over the cells with a label. By default, stablemax
-                 replaces softmax (arch.loss.loss_type).
+                 replaces softmax (arch.loss.loss_type). In training, labels are smoothed by
+                 arch.loss.label_smoothing.
 q_halt_loss      Binary cross-entropy of q_halt. The target is 1 if all cells with a label are right, else 0.
 q_continue_loss  Binary cross-entropy of q_continue. The target is the value of one more thinking step,
                  sigmoid(max(q_halt, q_continue)) after that step (`Objective.continue_targets`). Only HRM
