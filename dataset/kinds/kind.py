@@ -76,7 +76,8 @@ class Style:
     def is_blank(self, token: int) -> bool:
         """Returns whether pictures and HTML pages draw a cell with this token as an empty cell.
 
-        True if the symbol consists of spaces, or if the ANSI code is `FAINT`. Terminals draw the symbol.
+        True if the symbol consists of spaces, or if the ANSI code is `FAINT`. Terminals draw the symbol. In a
+        puzzle that a user types or pastes, a web page accepts only the first such token after padding.
         """
         is_space = token < len(self.symbols) and not self.symbols[token].strip()
         return is_space or self.ansi.get(token) == FAINT
@@ -232,7 +233,8 @@ class Kind:
             then lists them in its metadata (`Metadata.symbols`).
         groups: Function (metadata) -> lists of cell indices, or None if it does not know puzzles of this
             size. The cells of one list must have different symbols, such as the cells of a row of a Sudoku.
-            Web pages check answers with these lists. None if the kind also has other rules.
+            Web pages check answers with these lists. None if the kind also has other rules. A web page then
+            compares answers with the label, unless share/site/kinds.js has the rules of the kind.
         accepts: Function (inputs, answers) -> whether each answer is right, bool [n]. For kinds such as
             queens, for which an answer that differs from the label may be right. A drawing then marks no cell
             of a right answer as wrong. If None, drawings compare every answer with the label.
