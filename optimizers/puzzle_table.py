@@ -188,7 +188,10 @@ class Replicated(_Table):
     def reduce(self, *, step: int) -> None:
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
-        assert len(rows) == self._slot_counts[self.ranks.index], "expected one gradient row for each slot"
+        assert len(rows) == self._slot_counts[self.ranks.index], (
+            "expected one gradient row for each slot. A model must call `embed` once in a thinking step, and "
+            "compute the answer from a state that is not detached."
+        )
         gathered = self.ranks.all_gather_numbered_rows(identifiers.long(), rows, self._slot_counts)
         self._gradients = _sum_rows(*gathered)
 
