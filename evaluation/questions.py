@@ -59,7 +59,8 @@ class Questions:
             elif kind is not None and kind.read_puzzles is not None:
                 puzzles = kind.read_puzzles(text)
             else:
-                puzzles = read_symbols(text, self.info.style.symbols, vocab_size=vocab_size)
+                rules = kind and kind.accepts
+                puzzles = read_symbols(text, self.info.style.symbols, vocab_size=vocab_size, rules=rules)
             if config.test >= len(puzzles):
                 range_of = f"test=0 to test={len(puzzles) - 1}" if len(puzzles) > 1 else "only test=0"
                 raise ValueError(f"test={config.test} is out of range: {source} has {range_of}")

@@ -365,3 +365,17 @@ def test_the_program_reads_files_and_standard_input(sudoku, tmp_path, monkeypatc
     for no_color, has_color in (("", True), ("1", False)):
         monkeypatch.setenv("NO_COLOR", no_color)
         assert ("\x1b" in program(f"checkpoint={sudoku}", f"puzzle={PUZZLE}")[1]) == has_color
+
+
+def test_a_kind_that_reads_no_texts_itself_checks_answers_by_what_it_accepts(sudoku, monkeypatch):
+    """As a kind of a plugin may."""
+    kind = find_kind("sudoku")
+    for is_right in (True, False):
+
+        def accepts(inputs, _answers, is_right=is_right):
+            return np.full(len(inputs), is_right)
+
+        of_plugin = dataclasses.replace(kind, read_puzzles=None, accepts=accepts)
+        monkeypatch.setattr("dataset.kinds.sudoku.KIND", of_plugin)
+        puzzle = PUZZLE.replace(" ", "").replace(".", find_kind("sudoku").style.symbols[1])
+        assert load(sudoku).solve(puzzle).valid == is_right

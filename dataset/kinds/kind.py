@@ -191,14 +191,17 @@ def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
     return grid
 
 
-def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[Puzzle]:
+def read_symbols(
+    text: str, symbols: Sequence[str], *, vocab_size: int, rules: Rules | None = None
+) -> list[Puzzle]:
     """Parses a puzzle that is written as symbols. Returns a list with this one puzzle.
 
     Example: with the symbols "_.Q", the text "Q . . ." gives the tokens [2, 1, 1, 1]. If every symbol is one
     character, the spaces are optional. Raises ValueError for an unknown symbol.
 
     symbols: Symbol of each token, starting with token 0. If empty, the symbol of a token is its number.
-    vocab_size: Number of different tokens. Only the first `vocab_size` symbols are used.
+    vocab_size: Number of different tokens. Only the first `vocab_size` symbols are used. rules: Rules of the
+    puzzle (`Puzzle.rules`).
     """
     names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
     token_of = {symbol: token for token, symbol in enumerate(names)}
@@ -208,7 +211,7 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
     if unknown := [cell for cell in cells if cell not in token_of]:
         known = " ".join(names) if len(names) <= 40 else f"{' '.join(names[:20])} ... {names[-1]}"
         raise ValueError(f"{unknown[0][:40]!r} is not a symbol of its puzzles: {known}")
-    return [Puzzle(np.array([token_of[cell] for cell in cells], np.int32), vocab_size)]
+    return [Puzzle(np.array([token_of[cell] for cell in cells], np.int32), vocab_size, rules)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +228,8 @@ class Kind:
             its puzzles. None if the kind has no augmentation.
         style: How its grids are drawn.
         read_puzzles: Function (text) -> list of puzzles. It raises ValueError with a message of one line if a
-            puzzle is not valid. If None, texts are parsed with the symbols of `style`.
+            puzzle is not valid. If None, texts are parsed with the symbols of `style`, and `accepts` becomes
+            `Puzzle.rules`.
         make_up: Function (metadata, count) -> (inputs, answers) of new puzzles, tokens [count, seq_len] each.
             They have the size of the dataset's puzzles. The function returns [] if it cannot generate puzzles
             of this size. None if the kind cannot generate puzzles.
