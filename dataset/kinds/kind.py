@@ -242,6 +242,8 @@ class Kind:
         accepts: Function (inputs, answers) -> whether each answer is right, bool [n]. For kinds such as
             queens, for which an answer that differs from the label may be right. A drawing then marks no cell
             of a right answer as wrong. If None, drawings compare every answer with the label.
+            If the builder of the kind passes `several_solutions` to `write_dataset`, evaluations also use the
+            evaluator of the kind by default.
         title: Name in headings. If empty, the name with a capital letter.
         plural: Word for several puzzles, such as "mazes".
     """
