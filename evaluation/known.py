@@ -30,8 +30,8 @@ def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
-    # With one identifier per folder, all puzzles of a folder share one embedding.
-    return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
+    # Each folder has its own identifiers. So several folders have several, also without named tasks.
+    return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > 1
 
 
 def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
@@ -43,7 +43,7 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
     Returns None in these cases:
 
-    - The model has no puzzle embeddings, or each dataset folder has only one puzzle identifier.
+    - The model has no puzzle embeddings, or the dataset has only one puzzle identifier.
     - Every puzzle identifier is equal to its row, as in the dataset of the training.
     - The names of the puzzles are unknown. The caller then uses the puzzle identifier as the row.
 
