@@ -181,17 +181,16 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     cannot run the model.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
-    info = find_info(checkpoint, folders)
-    made_up = make_up(info)
-    is_shipped = made_up and checkpoint.run_folder.parent == SHIPPED
-    metadata, options = info.metadata, {"raw": config.raw, "forward_dtype": "float32"}
-    if not is_shipped:
+    info, options = find_info(checkpoint, folders), {"raw": config.raw, "forward_dtype": "float32"}
+    generated = make_up(info) if checkpoint.run_folder.parent == SHIPPED else []
+    if not generated:
         folders = folders or checkpoint.find_data()
         data = open_datasets(folders, splits=("test",), read_everything=False)
         match = find_match(checkpoint, data)
         data, known, _ = known_puzzles(data, match, model=str(checkpoint))
-        metadata, options["rows"] = data.metadata, match and match.rows
-    model = load_trained_model(checkpoint, metadata, **options).eval()
+        # The dataset may have been built again, with another size of puzzles.
+        info, options["rows"] = dataclasses.replace(info, metadata=data.metadata), match and match.rows
+    model = load_trained_model(checkpoint, info.metadata, **options).eval()
     is_search = model.network.is_search
     if is_search and info.metadata.vocab_size > MOST_TOKENS:
         raise ValueError(
@@ -206,14 +205,14 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
             "another checkpoint."
         )
     steps = config.halt_max_steps or model.eval_reasoning("max").max_steps
-    if is_shipped:
-        puzzles = [{"name": None, "identifier": 0} | puzzle for puzzle in made_up[: config.puzzles]]
+    if generated:
+        puzzles = [{"name": None, "identifier": 0} | puzzle for puzzle in generated[: config.puzzles]]
         if not is_search:
             puzzles.insert(0, puzzles.pop(first_solved(model, puzzles, steps)))
     else:
         puzzles = choose_puzzles(data, config.puzzles, known)
     keep_embeddings(model, puzzles)
-    of_puzzles = {"puzzles": puzzles, "made_up": made_up, "steps": steps}
+    of_puzzles = {"puzzles": puzzles, "made_up": generated or make_up(info), "steps": steps}
     return Exhibit(checkpoint.run_folder.name, model, describe(checkpoint, model, info) | of_puzzles)
 
 

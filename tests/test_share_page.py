@@ -17,9 +17,11 @@ import torch
 
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
+from config.compose import config_with
 from config.files import load_defaults
 from config.programs import PageConfig
 from config.schema import validate_config
+from dataset.build import build_dataset
 from dataset.drawing import page_style
 from dataset.files import open_dataset
 from dataset.kinds.kind import find_kind, kind_names
@@ -36,6 +38,7 @@ from share.onnx import check_packages, write_step
 from tests.checkpoints import save_on
 from tests.puzzle_sets import IGNORED, write
 from tests.ranks import start_program
+from tests.solvers import save_run
 from tests.tiny import FACTS, random_batch, tiny_model
 from tests.waiting import wait_for
 
@@ -208,6 +211,21 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     model = load_trained_model(checkpoint, data.metadata, forward_dtype="float32").eval()
     assert model.network.dtype == torch.float32
     _assert_same_answers(output / "run" / "model.onnx", model, num_steps=6, num_identifiers=1)
+
+
+def test_the_puzzles_and_sizes_of_a_page_are_those_of_the_data(tmp_path):
+    """Also if the data was built again with another size."""
+    mazes, size = tmp_path / "mazes", ["--output-dir", str(tmp_path / "mazes"), "--generate", "9", "--size"]
+    build_dataset("maze", [*size, "4"])
+    grids = {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0, "puzzle_emb_len": 0}
+    run = save_run(tmp_path / "run", mazes, name="trm", **grids)
+    build_dataset("maze", [*size, "5"])
+    sets = open_dataset(mazes, splits=("test",), read_everything=False).splits["test"].sets
+    for checkpoint, data_path in ((str(run), None),):
+        config = config_with(PageConfig, checkpoint=checkpoint, output="x", data_path=data_path, puzzles=1)
+        facts = browser.prepare(find_checkpoint(checkpoint), config).facts
+        assert (facts["rows"], facts["columns"]) == (5, 5)
+        assert [puzzle["inputs"] for puzzle in facts["puzzles"]] == sets["all"].inputs[:1].tolist()
 
 
 def test_puzzles_are_originals_and_keep_their_embeddings_alone(tmp_path):
