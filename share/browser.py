@@ -177,12 +177,13 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     """Loads a model, and chooses the puzzles that the web page offers for it.
 
     A model that comes with this repository (in weights/) gets newly generated puzzles, if its kind of puzzle
-    has a generator. Other models get puzzles of the test split of their dataset. Raises ValueError if a page
-    cannot run the model.
+    has a generator and the config has no data_path. Other models get puzzles of the test split of their
+    dataset. Raises ValueError if a page cannot run the model.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info, options = find_info(checkpoint, folders), {"raw": config.raw, "forward_dtype": "float32"}
-    generated = make_up(info) if checkpoint.run_folder.parent == SHIPPED else []
+    is_shipped = folders is None and checkpoint.run_folder.parent == SHIPPED
+    generated = make_up(info) if is_shipped else []
     if not generated:
         folders = folders or checkpoint.find_data()
         data = open_datasets(folders, splits=("test",), read_everything=False)
