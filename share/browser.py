@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkpointing.files import SHARED_WEIGHTS_FILE
 from checkpointing.finding import SHIPPED, Checkpoint, find_checkpoint
 from checkpointing.loading import load_trained_model
 from config.programs import PageConfig
@@ -83,7 +84,8 @@ def write_page(config: PageConfig) -> None:
     by_page = {"is_made": _is_page, "maker": "share page", "key": "output"}
     output = check_output_folder(Path(config.output), **by_page)
     check_packages()
-    locations = config.checkpoint or sorted(SHIPPED.iterdir(), reverse=True)
+    shipped = [path.parent for path in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")]
+    locations = config.checkpoint or sorted(shipped, reverse=True)
     exhibits = [prepare(find_checkpoint(location), config) for location in locations]
     for name, count in Counter(exhibit.name for exhibit in exhibits).items():
         if count > 1:

@@ -342,6 +342,24 @@ def test_the_command_line(monkeypatch, capsys):
         assert capsys.readouterr().err.startswith(f"error: {mistake}")
 
 
+def test_a_page_of_all_models_leaves_out_other_files_of_weights(tmp_path, monkeypatch):
+    """Example: the Finder of macOS writes .DS_Store."""
+    weights, found = tmp_path / "weights", []
+    for name in ("demo", "sudoku_6x6"):
+        shutil.copytree(browser.SHIPPED / name, weights / name)
+    (weights / ".DS_Store").touch()
+
+    def prepare(checkpoint, _config) -> SimpleNamespace:
+        found.append(checkpoint.run_folder)
+        return SimpleNamespace(name=checkpoint.run_folder.name)
+
+    monkeypatch.setattr(browser, "SHIPPED", weights)
+    monkeypatch.setattr(browser, "prepare", prepare)
+    with pytest.raises(ValueError, match=r"^runtime=\S+ has no "):
+        write_page(config_with(PageConfig, output=str(tmp_path / "page"), runtime=str(tmp_path)))
+    assert found == [weights / "sudoku_6x6", weights / "demo"]
+
+
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="share page needs onnx and onnxscript. Run pip install"):
