@@ -213,18 +213,19 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     _assert_same_answers(output / "run" / "model.onnx", model, num_steps=6, num_identifiers=1)
 
 
-def test_the_puzzles_and_sizes_of_a_page_are_those_of_the_data(tmp_path):
+def test_the_puzzles_and_sizes_of_a_page_are_those_of_the_data(tmp_path, monkeypatch):
     """Also if the data was built again with another size, and for a model of weights/ with a data_path."""
     mazes, size = tmp_path / "mazes", ["--output-dir", str(tmp_path / "mazes"), "--generate", "9", "--size"]
     build_dataset("maze", [*size, "4"])
     grids = {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0, "puzzle_emb_len": 0}
     run = save_run(tmp_path / "run", mazes, name="trm", **grids)
+    monkeypatch.setattr(type(find_checkpoint(run).arch), "title", "")  # as of a plugin
     build_dataset("maze", [*size, "5"])
     sets = open_dataset(mazes, splits=("test",), read_everything=False).splits["test"].sets
     for checkpoint, data_path in ((str(run), None), ("maze_15x15", str(mazes))):
         config = config_with(PageConfig, checkpoint=checkpoint, output="x", data_path=data_path, puzzles=1)
         facts = browser.prepare(find_checkpoint(checkpoint), config).facts
-        assert (facts["rows"], facts["columns"]) == (5, 5)
+        assert (facts["rows"], facts["columns"], facts["arch"]) == (5, 5, "TRM")
         assert [puzzle["inputs"] for puzzle in facts["puzzles"]] == sets["all"].inputs[:1].tolist()
 
 
