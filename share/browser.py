@@ -90,8 +90,9 @@ def write_page(config: PageConfig) -> None:
     for name, count in Counter(exhibit.name for exhibit in exhibits).items():
         if count > 1:
             raise ValueError(f"checkpoint: {count} run folders have the name {name}. Rename them.")
-    others = [] if config.replace else others_of(output, names={exhibit.name for exhibit in exhibits})
     with tempfile.TemporaryDirectory() as scratch, replaced_folder(output) as folder:
+        # After `replaced_folder`, which restores a page if its replacement was interrupted.
+        others = [] if config.replace else others_of(output, names={exhibit.name for exhibit in exhibits})
         for path in find_runtime(Path(config.runtime) if config.runtime else None, Path(scratch)):
             shutil.copy(path, folder)
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)

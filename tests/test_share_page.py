@@ -133,6 +133,11 @@ def test_a_page_keeps_its_other_models(trained, files, tmp_path, monkeypatch):
         (trained, False, ["run", "second"]),
         (second, True, ["second"]),
     ):
+        if expected == ["run", "second"]:  # the replacement before was killed after it had moved the page
+            scratch = page.with_name("page.unfinished")
+            (scratch / "new").mkdir(parents=True)
+            (scratch / "lock").touch()
+            page.rename(scratch / "old")
         _write(run, page, runtime=str(files), puzzles=2, replace=replace)
         listed = json.loads((page / "models.json").read_text())
         assert [entry["name"] for entry in listed] == expected
