@@ -186,7 +186,7 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info, options = find_info(checkpoint, folders), {"raw": config.raw, "forward_dtype": "float32"}
     is_shipped = folders is None and checkpoint.run_folder.parent == SHIPPED
-    generated = make_up(info) if is_shipped else []
+    generated = make_up(info, max(config.puzzles, _NUM_MADE_UP)) if is_shipped else []
     if not generated:
         folders = folders or checkpoint.find_data()
         data = open_datasets(folders, splits=("test",), read_everything=False)
@@ -216,7 +216,7 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     else:
         puzzles = choose_puzzles(data, config.puzzles, known)
     keep_embeddings(model, puzzles)
-    of_puzzles = {"puzzles": puzzles, "made_up": generated or make_up(info), "steps": steps}
+    of_puzzles = {"puzzles": puzzles, "made_up": generated or make_up(info, _NUM_MADE_UP), "steps": steps}
     return Exhibit(checkpoint.run_folder.name, model, describe(checkpoint, model, info) | of_puzzles)
 
 
@@ -243,15 +243,15 @@ def choose_puzzles(
     return puzzles
 
 
-def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 puzzles that are similar to those of a dataset.
+def make_up(info: DatasetInfo, count: int) -> list[dict[str, Any]]:
+    """Generates `count` puzzles that are similar to those of a dataset.
 
     A puzzle is a dict with "inputs" and "labels", lists of tokens. Returns [] if there is no generator for
     this kind or this size of puzzles.
     """
     if info.kind is None or info.kind.make_up is None:
         return []
-    puzzles = zip(*(array.tolist() for array in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
+    puzzles = zip(*(array.tolist() for array in info.kind.make_up(info.metadata, count)), strict=True)
     return [dict(zip(_OF_PUZZLE[1:], puzzle, strict=True)) for puzzle in puzzles]
 
 

@@ -366,6 +366,11 @@ def test_a_page_of_all_models_leaves_out_other_files_of_weights(tmp_path, monkey
     assert found == [weights / "sudoku_6x6", weights / "demo"]
 
 
+def test_a_page_offers_as_many_puzzles_as_asked_for_a_model_of_weights():
+    config = config_with(PageConfig, checkpoint="demo", output="x", puzzles=101)
+    assert len(browser.prepare(find_checkpoint("demo"), config).facts["puzzles"]) == 101
+
+
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="share page needs onnx and onnxscript. Run pip install"):
