@@ -167,6 +167,7 @@ def test_folders_without_named_tasks_are_matched_by_their_names(sudoku_folder, t
     write_identities(tmp_path, tiny_arch(), _open(tmp_path, "easy", "hard"), is_new=True)
     assert find_match(_checkpoint(path), _open(tmp_path, "easy", "hard")) is None
     assert find_match(_checkpoint(path), _open(tmp_path, "hard", "easy")).rows.tolist() == [1, 0]
+    assert find_match(_checkpoint(path), _open(tmp_path, "hard")).rows.tolist() == [1]
 
 
 def test_only_known_puzzles_are_left(folder, capsys):
