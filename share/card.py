@@ -84,6 +84,7 @@ def model_card(
         address=address,
         data_name=data_name,
         kind=kind,
+        reads_any_length=checkpoint.arch.reads_any_length,
         sets=list(metrics),
         written_name=written_name,
         rows={
