@@ -207,6 +207,7 @@ def test_columns_are_found_by_name_and_others_ignored(tmp_path):
         (None, ",", "qa", ()),
         ("left,right,x", ",", "aqi", ("--columns", "right,left")),
         ("puzzle", ",", "q", ()),
+        ("left,hard", ",", "qr", ("--columns", "left,,hard", "--min-difficulty", "0.5")),
     ],
 )
 def test_tables_of_the_public_sets(tmp_path, header, separator, order, options):
