@@ -52,7 +52,9 @@ def show(options: argparse.Namespace) -> None:
     names = read_names(options.data)
     saved, known = None, ""
     if options.outputs is not None:
-        saved, known = _read_outputs(options.outputs, options.set)
+        mixed = f"{options.data.resolve().name}.{options.set}"  # name of the set in a mixture of folders
+        is_mixed = (options.outputs / f"{mixed}__outputs.npz").is_file()
+        saved, known = _read_outputs(options.outputs, mixed if is_mixed else options.set)
         if saved["inputs"].shape != (puzzle_set.num_examples, data.metadata.seq_len):
             raise ValueError(f"{options.outputs} has outputs for another dataset than {where}.")
 

@@ -177,8 +177,9 @@ class Evaluators:
         """Writes the files of the evaluators into a folder, such as the ARC submission.
 
         Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, the files of
-        each dataset folder are in a subfolder with its name.
+        each dataset folder are in a subfolder with its name. A symbolic link has the name of its target.
         """
         for data_folder, evaluators in self._of_folder.items():
             for evaluator in evaluators:
-                evaluator.write(folder / data_folder.name if len(self._of_folder) > 1 else folder)
+                name = data_folder.resolve().name if len(self._of_folder) > 1 else ""
+                evaluator.write(folder / name)

@@ -20,8 +20,8 @@ from distributed.world import is_main
 
 
 def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
-    # With one identifier per folder, all puzzles of a folder share one embedding.
-    return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
+    # Each folder has its own identifiers. So several folders have several, also without named tasks.
+    return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > 1
 
 
 def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
@@ -33,7 +33,8 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
     Returns None in these cases:
 
-    - The model has no puzzle embeddings, or each dataset folder has only one puzzle identifier.
+    - The model has no puzzle embeddings.
+    - The dataset has only one puzzle identifier, and the model was trained on one folder.
     - Every puzzle identifier is equal to its row, as in the dataset of the training.
     - The names of the puzzles are unknown. The caller then uses the puzzle identifier as the row.
 
@@ -43,10 +44,13 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
     Raises ValueError if a file is damaged.
     """
-    if not has_rows_to_match(checkpoint.arch, data):
+    if not checkpoint.arch.has_puzzle_embeddings:
         return None
     path = checkpoint.identities_file
-    model, current = path and read_identities(path), identities_of(data)
+    model = path and read_identities(path)
+    if not has_rows_to_match(checkpoint.arch, data) and (model is None or len(model.folders) == 1):
+        return None
+    current = identities_of(data)
     if model is not None and current is not None:
         if model.equals(current):
             return None

@@ -130,7 +130,7 @@ def write_measured(
 def _remove_results(folder: Path, data: Sequence[Path]) -> None:
     old = [*folder.glob("*__outputs.npz")]
     old += [folder / name for name in (EVALUATION_FILE, SCALING_FILE, "scaling.svg")]
-    places = [folder, *(folder / dataset.name for dataset in data)]
+    places = [folder, *(folder / dataset.resolve().name for dataset in data)]
     old += [place / name for place in places for name in (SUBMISSION_FILE, TASKS_FILE)]
     for file in old:
         file.unlink(missing_ok=True)

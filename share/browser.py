@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkpointing.files import SHARED_WEIGHTS_FILE
 from checkpointing.finding import SHIPPED, Checkpoint, find_checkpoint
 from checkpointing.loading import load_trained_model
 from config.programs import PageConfig
@@ -83,13 +84,15 @@ def write_page(config: PageConfig) -> None:
     by_page = {"is_made": _is_page, "maker": "share page", "key": "output"}
     output = check_output_folder(Path(config.output), **by_page)
     check_packages()
-    locations = config.checkpoint or sorted(SHIPPED.iterdir(), reverse=True)
+    shipped = [path.parent for path in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")]
+    locations = config.checkpoint or sorted(shipped, reverse=True)
     exhibits = [prepare(find_checkpoint(location), config) for location in locations]
     for name, count in Counter(exhibit.name for exhibit in exhibits).items():
         if count > 1:
             raise ValueError(f"checkpoint: {count} run folders have the name {name}. Rename them.")
-    others = [] if config.replace else others_of(output, names={exhibit.name for exhibit in exhibits})
     with tempfile.TemporaryDirectory() as scratch, replaced_folder(output) as folder:
+        # After `replaced_folder`, which restores a page if its replacement was interrupted.
+        others = [] if config.replace else others_of(output, names={exhibit.name for exhibit in exhibits})
         for path in find_runtime(Path(config.runtime) if config.runtime else None, Path(scratch)):
             shutil.copy(path, folder)
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)
@@ -177,21 +180,21 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     """Loads a model, and chooses the puzzles that the web page offers for it.
 
     A model that comes with this repository (in weights/) gets newly generated puzzles, if its kind of puzzle
-    has a generator. Other models get puzzles of the test split of their dataset. Raises ValueError if a page
-    cannot run the model.
+    has a generator and the config has no data_path. Other models get puzzles of the test split of their
+    dataset. Raises ValueError if a page cannot run the model.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
-    info = find_info(checkpoint, folders)
-    made_up = make_up(info)
-    is_shipped = made_up and checkpoint.run_folder.parent == SHIPPED
-    metadata, options = info.metadata, {"raw": config.raw, "forward_dtype": "float32"}
-    if not is_shipped:
+    info, options = find_info(checkpoint, folders), {"raw": config.raw, "forward_dtype": "float32"}
+    is_shipped = folders is None and checkpoint.run_folder.parent == SHIPPED
+    generated = make_up(info, max(config.puzzles, _NUM_MADE_UP)) if is_shipped else []
+    if not generated:
         folders = folders or checkpoint.find_data()
         data = open_datasets(folders, splits=("test",), read_everything=False)
         match = find_match(checkpoint, data)
         data, known, _ = known_puzzles(data, match, model=str(checkpoint))
-        metadata, options["rows"] = data.metadata, match and match.rows
-    model = load_trained_model(checkpoint, metadata, **options).eval()
+        # The dataset may have been built again, with another size of puzzles.
+        info, options["rows"] = dataclasses.replace(info, metadata=data.metadata), match and match.rows
+    model = load_trained_model(checkpoint, info.metadata, **options).eval()
     is_search = model.network.is_search
     if is_search and info.metadata.vocab_size > MOST_TOKENS:
         raise ValueError(
@@ -206,14 +209,14 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
             "another checkpoint."
         )
     steps = config.halt_max_steps or model.eval_reasoning("max").max_steps
-    if is_shipped:
-        puzzles = [{"name": None, "identifier": 0} | puzzle for puzzle in made_up[: config.puzzles]]
+    if generated:
+        puzzles = [{"name": None, "identifier": 0} | puzzle for puzzle in generated[: config.puzzles]]
         if not is_search:
             puzzles.insert(0, puzzles.pop(first_solved(model, puzzles, steps)))
     else:
         puzzles = choose_puzzles(data, config.puzzles, known)
     keep_embeddings(model, puzzles)
-    of_puzzles = {"puzzles": puzzles, "made_up": made_up, "steps": steps}
+    of_puzzles = {"puzzles": puzzles, "made_up": generated or make_up(info, _NUM_MADE_UP), "steps": steps}
     return Exhibit(checkpoint.run_folder.name, model, describe(checkpoint, model, info) | of_puzzles)
 
 
@@ -240,15 +243,15 @@ def choose_puzzles(
     return puzzles
 
 
-def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 puzzles that are similar to those of a dataset.
+def make_up(info: DatasetInfo, count: int) -> list[dict[str, Any]]:
+    """Generates `count` puzzles that are similar to those of a dataset.
 
     A puzzle is a dict with "inputs" and "labels", lists of tokens. Returns [] if there is no generator for
     this kind or this size of puzzles.
     """
     if info.kind is None or info.kind.make_up is None:
         return []
-    puzzles = zip(*(array.tolist() for array in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
+    puzzles = zip(*(array.tolist() for array in info.kind.make_up(info.metadata, count)), strict=True)
     return [dict(zip(_OF_PUZZLE[1:], puzzle, strict=True)) for puzzle in puzzles]
 
 
@@ -288,7 +291,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
     metadata = info.metadata
     rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=info.style.num_columns).shape
     return {
-        "arch": checkpoint.arch.title,
+        "arch": checkpoint.arch.title or checkpoint.arch.name.upper(),  # a plugin's model may have no title
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(parameter.numel() for parameter in model.network.parameters()),

@@ -84,6 +84,7 @@ def model_card(
         address=address,
         data_name=data_name,
         kind=kind,
+        reads_any_length=checkpoint.arch.reads_any_length,
         sets=list(metrics),
         written_name=written_name,
         rows={
@@ -206,7 +207,8 @@ def _build_command(folder: Path, *, name: str) -> str | None:
         elif value is not None and value is not False:
             values = value if isinstance(value, list) else [value]
             values = [_JOINED[key].join(map(str, values))] if key in _JOINED and values else values
-            argv += [f"{option} {shlex.quote(str(part))}" for part in values]
+            for part in map(str, values):  # "=": argparse takes a value such as -. for an option
+                argv.append(f"{option}{'=' if part.startswith('-') else ' '}{shlex.quote(part)}")
     return " ".join(argv) + comment
 
 

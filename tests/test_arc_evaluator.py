@@ -227,12 +227,18 @@ def test_labels_of_a_built_dataset_are_right(tmp_path, form):
 
 
 def test_a_mixture_of_folders_is_evaluated_folder_by_folder(tmp_path):
-    """The identifiers of the second folder begin after those of the first, and its sets have its name."""
+    """The identifiers of the second folder begin after those of the first, and its sets have its name.
+
+    Both folders are passed as links with the same name.
+    """
     other: Tasks = {"b": [(C, D)]}
-    folders = [
-        write_arc(tmp_path / "one", ONE_TASK, sets={"all": VIEWS}),
-        write_arc(tmp_path / "two", other, sets={"all": ["b"]}),
-    ]
+    folders = [tmp_path / link / "current" for link in "ab"]
+    for folder, name, tasks, views in (
+        (folders[0], "one", ONE_TASK, VIEWS),
+        (folders[1], "two", other, ["b"]),
+    ):
+        folder.parent.mkdir()
+        folder.symlink_to(write_arc(tmp_path / name, tasks, sets={"all": views}))
     data = open_datasets(folders, splits=("test",), read_everything=False)
     evaluators = Evaluators(["arc"], data)
     mine = arc_answers(folders[0], ONE_TASK, [Prediction(TURNED, 0, B)])

@@ -77,8 +77,11 @@ def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
     easy = build(tmp_path / "easy", *arguments[:-2])["train"].inputs - 1
     assert np.mean([find_solutions(question, box=(2, 3))[1] for question in easy.tolist()]) < 1
     monkeypatch.setattr("dataset.kinds.sudoku.build._MAX_TOO_EASY", 5)
-    with pytest.raises(ValueError, match="2x2 boxes with --min-difficulty 1 gave 0 puzzles, then no new one"):
-        build(tmp_path / "none", "--generate", 2, "--box", "2x2", "--min-difficulty", 1)
+    monkeypatch.setattr("dataset.kinds.sudoku.build._MAX_REPEATS", 5)
+    for option, value, advice in (("--min-difficulty", "1", "lower"), ("--clues", "1-2", "raise")):
+        advice = f"gave 0 puzzles, then no new one. Lower --generate or --num-test, or {advice} {option}.$"
+        with pytest.raises(ValueError, match=advice):
+            build(tmp_path / "none", "--generate", 2, "--box", "2x2", option, value)
 
 
 @pytest.mark.slow
@@ -204,6 +207,7 @@ def test_columns_are_found_by_name_and_others_ignored(tmp_path):
         (None, ",", "qa", ()),
         ("left,right,x", ",", "aqi", ("--columns", "right,left")),
         ("puzzle", ",", "q", ()),
+        ("left,hard", ",", "qr", ("--columns", "left,,hard", "--min-difficulty", "0.5")),
     ],
 )
 def test_tables_of_the_public_sets(tmp_path, header, separator, order, options):

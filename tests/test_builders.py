@@ -48,6 +48,7 @@ _COMMANDS = {
 def source(tmp_path) -> Path:
     write_source(tmp_path / "arc")
     write_json(tmp_path / "pairs.jsonl", random_pairs(40, tasks=2))
+    write_json(tmp_path / "dashes.jsonl", random_pairs(20, symbols="-.ab"))
     write_csv(tmp_path / "sudoku.csv", source_rows(20))
     return tmp_path
 
@@ -76,12 +77,13 @@ def test_a_command_gives_the_recorded_bytes_and_another_seed_others(source, caps
         "maze --generate 12 --size 6 --aug --materialize",
         "arc --generate 6 --max-size 8 --dihedral",
         "pairs --source SOURCE/pairs.jsonl --max-size 5x6 --symmetries dihedral,symbols --num-aug 3",
+        "pairs --source SOURCE/dashes.jsonl --symmetries symbols --num-aug 3 --fixed-symbols=-.",
     ],
 )
 def test_the_command_on_a_card_gives_the_same_bytes(source, command):
     data = build(command, source, source / "data")
     shown = _build_command(source / "data", name=str(source / "again"))
-    shown = shown.replace("SOURCE", str(source / "pairs.jsonl"))
+    shown = shown.replace("SOURCE", command.replace("SOURCE", str(source)).split()[2])
     kind, *words = shlex.split(shown, comments=True)[3:]
     build_dataset(kind, words)
     assert files_of(source / "again") == data

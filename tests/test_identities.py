@@ -24,7 +24,8 @@ from solve import load
 from tests.arc_source import build, make_tasks, write_folder
 from tests.ranks import NUM_THREADS, complete_program, run_program
 from tests.solvers import save_run
-from tests.tiny import OVERRIDES
+from tests.tiny import OVERRIDES, tiny_arch
+from training.run_folder import write_identities
 
 _TABLE = "puzzle_emb.weights"
 _RUN = (*OVERRIDES, "data_path=data/own", "eval_interval=null", "epochs=8", "arch.halt_max_steps=2")
@@ -157,6 +158,16 @@ def test_who_is_matched_by_number_and_who_is_warned(folder, tmp_path, capsys):
     (tmp_path / "data" / "nameless" / IDENTIFIERS).write_text("[]")
     with pytest.raises(ValueError, match=r"digests.npy cannot be read .*Build the dataset again\.$"):
         find_match(_checkpoint(path), _open(tmp_path, "nameless"))
+
+
+def test_folders_without_named_tasks_are_matched_by_their_names(sudoku_folder, tmp_path):
+    for name in ("easy", "hard"):
+        shutil.copytree(sudoku_folder, tmp_path / "data" / name)
+    path = tmp_path / "identities.npz"
+    write_identities(tmp_path, tiny_arch(), _open(tmp_path, "easy", "hard"), is_new=True)
+    assert find_match(_checkpoint(path), _open(tmp_path, "easy", "hard")) is None
+    assert find_match(_checkpoint(path), _open(tmp_path, "hard", "easy")).rows.tolist() == [1, 0]
+    assert find_match(_checkpoint(path), _open(tmp_path, "hard")).rows.tolist() == [1]
 
 
 def test_only_known_puzzles_are_left(folder, capsys):

@@ -172,7 +172,12 @@ def test_a_draw_does_not_list_all_answers():
             "--num-test 35 is too large. There are only 34 test inputs.",
         ),
         (["coloring", "--generate", "5", "--edge-probability", "1"], "is not between 0 and 1"),
-        (["coloring", "--generate", "90", "--nodes", "3"], "then no new one. Lower --generate"),
+        (["coloring", "--generate", "90", "--nodes", "3"], "then no new one. Lower --generate or --num-test"),
+        (
+            ["coloring", "--generate", "20", "--num-test", "5", "--nodes", "4"]
+            + ["--split", "orbits", "--seed", "1"],
+            "first class of symmetric inputs is too large .* more test puzzles or another --seed.$",
+        ),
     ],
 )
 def test_refused_options(tmp_path, words, reason):

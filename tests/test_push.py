@@ -34,6 +34,7 @@ from tests.golden import GOLDEN
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import NUM_THREADS, Finished, complete_program, run_program, run_ranks
 from tests.refusals import cases, check, refusal
+from tests.solvers import save_run
 from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.slow
@@ -238,6 +239,18 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     found = f"no accuracy of step_5 found in metrics.jsonl and evaluation/step_5 of {trained}."
     assert f"{found} The card will have no results." in capsys.readouterr().err
     assert "No results of the model were found" in (tmp_path / "early" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("conv", "expected"), [("instead", "also answers puzzles of other"), ("none", "only")]
+)
+def test_a_card_says_whether_the_model_answers_puzzles_of_other_sizes(
+    conv, expected, sudoku_folder, tmp_path
+):
+    arch = {"conv": conv, "pos_encodings": "none", "puzzle_emb_ndim": 0, "puzzle_emb_len": 0}
+    run = save_run(tmp_path / "run", sudoku_folder, name="trm", **arch)
+    push([str(run), "owner/name", "--dry-run", str(tmp_path / "dry")])
+    assert f"a vocabulary of 6. It {expected} " in (tmp_path / "dry" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("content", ["", '{"model_type": "bert"}'])

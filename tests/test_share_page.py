@@ -17,9 +17,11 @@ import torch
 
 from checkpointing.finding import find_checkpoint
 from checkpointing.loading import load_trained_model
+from config.compose import config_with
 from config.files import load_defaults
 from config.programs import PageConfig
 from config.schema import validate_config
+from dataset.build import build_dataset
 from dataset.drawing import page_style
 from dataset.files import open_dataset
 from dataset.kinds.kind import find_kind, kind_names
@@ -36,6 +38,7 @@ from share.onnx import check_packages, write_step
 from tests.checkpoints import save_on
 from tests.puzzle_sets import IGNORED, write
 from tests.ranks import start_program
+from tests.solvers import save_run
 from tests.tiny import FACTS, random_batch, tiny_model
 from tests.waiting import wait_for
 
@@ -130,6 +133,11 @@ def test_a_page_keeps_its_other_models(trained, files, tmp_path, monkeypatch):
         (trained, False, ["run", "second"]),
         (second, True, ["second"]),
     ):
+        if expected == ["run", "second"]:  # the replacement before was killed after it had moved the page
+            scratch = page.with_name("page.unfinished")
+            (scratch / "new").mkdir(parents=True)
+            (scratch / "lock").touch()
+            page.rename(scratch / "old")
         _write(run, page, runtime=str(files), puzzles=2, replace=replace)
         listed = json.loads((page / "models.json").read_text())
         assert [entry["name"] for entry in listed] == expected
@@ -208,6 +216,22 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     model = load_trained_model(checkpoint, data.metadata, forward_dtype="float32").eval()
     assert model.network.dtype == torch.float32
     _assert_same_answers(output / "run" / "model.onnx", model, num_steps=6, num_identifiers=1)
+
+
+def test_the_puzzles_and_sizes_of_a_page_are_those_of_the_data(tmp_path, monkeypatch):
+    """Also if the data was built again with another size, and for a model of weights/ with a data_path."""
+    mazes, size = tmp_path / "mazes", ["--output-dir", str(tmp_path / "mazes"), "--generate", "9", "--size"]
+    build_dataset("maze", [*size, "4"])
+    grids = {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0, "puzzle_emb_len": 0}
+    run = save_run(tmp_path / "run", mazes, name="trm", **grids)
+    monkeypatch.setattr(type(find_checkpoint(run).arch), "title", "")  # as of a plugin
+    build_dataset("maze", [*size, "5"])
+    sets = open_dataset(mazes, splits=("test",), read_everything=False).splits["test"].sets
+    for checkpoint, data_path in ((str(run), None), ("maze_15x15", str(mazes))):
+        config = config_with(PageConfig, checkpoint=checkpoint, output="x", data_path=data_path, puzzles=1)
+        facts = browser.prepare(find_checkpoint(checkpoint), config).facts
+        assert (facts["rows"], facts["columns"], facts["arch"]) == (5, 5, "TRM")
+        assert [puzzle["inputs"] for puzzle in facts["puzzles"]] == sets["all"].inputs[:1].tolist()
 
 
 def test_puzzles_are_originals_and_keep_their_embeddings_alone(tmp_path):
@@ -322,6 +346,29 @@ def test_the_command_line(monkeypatch, capsys):
         with pytest.raises(SystemExit, match="1"):
             run(*words)
         assert capsys.readouterr().err.startswith(f"error: {mistake}")
+
+
+def test_a_page_of_all_models_leaves_out_other_files_of_weights(tmp_path, monkeypatch):
+    """Example: the Finder of macOS writes .DS_Store."""
+    weights, found = tmp_path / "weights", []
+    for name in ("demo", "sudoku_6x6"):
+        shutil.copytree(browser.SHIPPED / name, weights / name)
+    (weights / ".DS_Store").touch()
+
+    def prepare(checkpoint, _config) -> SimpleNamespace:
+        found.append(checkpoint.run_folder)
+        return SimpleNamespace(name=checkpoint.run_folder.name)
+
+    monkeypatch.setattr(browser, "SHIPPED", weights)
+    monkeypatch.setattr(browser, "prepare", prepare)
+    with pytest.raises(ValueError, match=r"^runtime=\S+ has no "):
+        write_page(config_with(PageConfig, output=str(tmp_path / "page"), runtime=str(tmp_path)))
+    assert found == [weights / "sudoku_6x6", weights / "demo"]
+
+
+def test_a_page_offers_as_many_puzzles_as_asked_for_a_model_of_weights():
+    config = config_with(PageConfig, checkpoint="demo", output="x", puzzles=101)
+    assert len(browser.prepare(find_checkpoint("demo"), config).facts["puzzles"]) == 101
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -228,6 +228,10 @@ def test_answers_of_a_model(sudoku, tmp_path, capsys):
     colored = shown(capsys, sudoku, "--outputs", outputs, "--count", 2, "--color", "always")
     assert colored.count("\x1b[41;97m") == 3
     assert ANSI.sub("", colored) == text
+    (outputs / "all__outputs.npz").rename(outputs / f"{sudoku.name}.all__outputs.npz")  # of several folders
+    path = outputs / "metrics.json"
+    path.write_text(path.read_text().replace("all", f"{sudoku.name}.all"))
+    assert shown(capsys, sudoku, "--outputs", outputs, "--count", 2) == text
 
 
 def test_answers_of_a_model_for_arc(arc, tmp_path, capsys):

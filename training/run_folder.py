@@ -234,8 +234,8 @@ def _changed_code(folder: Path, start: dict[str, Any]) -> list[str]:
 def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:
     """Writes identities.npz into a run folder: which puzzle each puzzle embedding belongs to.
 
-    Writes no file in these cases: the model has no puzzle embeddings, each dataset folder has one embedding
-    for all its puzzles, the puzzles have no names, or `dataset` is None.
+    Writes no file in these cases: the model has no puzzle embeddings, all puzzles share one embedding, the
+    puzzles have no names, or `dataset` is None.
 
     is_new: Whether the run starts without a checkpoint. If True, an existing file is first removed. If False,
         an existing file is kept.

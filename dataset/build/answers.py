@@ -55,7 +55,8 @@ def write_with_answers(
         order = random_orders(random_bits(options.seed, stream=_TEST_SUBSAMPLE, index=0, count=len(test)))
         test = test[np.sort(order[: options.num_test])]
     if not len(test):
-        raise ValueError(f"{len(train)} inputs are too few for a test split. Choose larger puzzles.")
+        problem = "--split orbits: the first class of symmetric inputs is too large for the test split"
+        raise ValueError(f"{problem}. Choose larger puzzles, more test puzzles or another --seed.")
     (answers, counts), (test_answers, test_counts) = map(find_answers, (train, test))
     pairs = np.stack([train.repeat(counts, axis=0), answers], axis=1)
     firsts = test_counts.cumsum() - test_counts

@@ -168,12 +168,12 @@ def read_columns(
         read_others: Whether to yield all columns of the file, under their names in the file.
         column_names: Value of the option --columns: the names of the columns in the file, separated by
             commas, in the order of `names`.
-        optional: Names of columns that may be missing. Ignored if `column_names` contains a comma, because
-            the user then expects several columns.
+        optional: Names of columns that may be missing, unless `column_names` has a name for them.
         is_grid: Function that returns whether a text is a puzzle. If the first line contains puzzles, the
             file has no column names, and the columns with puzzles get the `names` in their order.
     """
-    optional = () if column_names and "," in column_names else optional
+    named = dict(zip(names, (column_names or "").split(","), strict=False))
+    optional = [name for name in optional if not named.get(name)]
     content = read_lines(path)
     first = next(content, "")
     reader = csv.reader(itertools.chain([first], content), delimiter=max(",;\t", key=first.count))

@@ -58,7 +58,7 @@ def build(options: argparse.Namespace) -> None:
         num_test=options.num_test,
         max_misses=_MAX_DRAWS,
         refusal=f"random graphs of {options.nodes} nodes gave {{count}} with a 3-coloring, then no new one. "
-        "Lower --generate, or change --edge-probability.",
+        "Lower --generate or --num-test, or change --edge-probability.",
     )
     train, test = train[:, 0], test[:, 0]
     graphs = np.concatenate([test, train])

@@ -91,7 +91,7 @@ def _generate(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
         num_test=options.num_test,
         max_misses=_MAX_BATCHES,
         refusal=f"random {size}x{size} mazes gave {{count}} with a path of {least} cells or more, "
-        "then no new one. Lower --min-path-cells or --generate.",
+        "then no new one. Lower --min-path-cells, --generate or --num-test.",
     )
     train, test = (np.stack([mazes[:, 0], rules.published_answers(mazes[:, 0])], axis=1) for mazes in drawn)
     return train, test

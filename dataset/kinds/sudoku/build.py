@@ -115,19 +115,20 @@ def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarra
     if clues is None and num_train + num_test > generate.NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
         raise ValueError(
             f"--generate {num_train} needs {num_train + num_test} different puzzles (with the test split), "
-            f"but {boxes} have only {generate.NUM_MINIMAL_PUZZLES[box]}. Lower --generate, or choose a "
-            "larger --box."
+            f"but {boxes} have only {generate.NUM_MINIMAL_PUZZLES[box]}. Lower --generate or --num-test, "
+            "or choose a larger --box."
         )
-    few = f"{boxes} with {clues[0]} to {clues[1]} clues" if clues else boxes
-    least, lower = options.min_difficulty, "--generate"
+    least, few, more = options.min_difficulty, boxes, ""
+    if clues is not None:
+        few, more = f"{boxes} with {clues[0]} to {clues[1]} clues", ", or raise --clues"
     if least is not None:
-        few, lower = f"{boxes} with --min-difficulty {least:g}", "--min-difficulty or --generate"
+        few, more = f"{boxes} with --min-difficulty {least:g}", ", or lower --min-difficulty"
     train, test = draw_distinct(
         functools.partial(_draw, seed=options.seed, box=box, clues=clues, least=least),
         num_train=num_train,
         num_test=num_test,
         max_misses=(_MAX_REPEATS if least is None else _MAX_TOO_EASY) + 1,
-        refusal=f"{few} gave {{count}} puzzles, then no new one. Lower {lower}.",
+        refusal=f"{few} gave {{count}} puzzles, then no new one. Lower --generate or --num-test{more}.",
         distinct_part=0 if least is None else 1,
     )
     if least is not None:
