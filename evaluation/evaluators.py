@@ -40,7 +40,7 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
         raise ValueError(
             f"{folder} is not a dataset of kind {name}: its {mismatch}. Choose the evaluator of its puzzles."
         )
-    return kind.build_evaluator(folder, metadata)
+    return kind.evaluator(folder, metadata)
 
 
 class Evaluators:

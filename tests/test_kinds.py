@@ -239,13 +239,11 @@ def test_folders_of_different_builders_have_a_kind_only_in_common(tmp_path, buil
 
 
 _NEW_KIND = """
-from dataset.kinds.evaluator import RowEvaluator
 from dataset.kinds.kind import Kind, Style
 
 KIND = Kind(
     name="colours",
     mismatch=lambda metadata: None if metadata.vocab_size == 3 else "vocab_size is not 3",
-    build_evaluator=lambda folder, metadata: RowEvaluator("colours", lambda inputs, preds: {}),
     augmentation="square",
     style=Style(symbols="_rb"),
 )

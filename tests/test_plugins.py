@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -230,9 +231,13 @@ def test_a_kind_of_a_plugin_is_a_kind(tmp_path, monkeypatch):
         build_dataset("--plugin", ["mine/jigsaw.py", "jigsaw"])
     load_plugins(["mine/jigsaw.py"])
     assert not list(metadata.mistakes())
-    assert find_kind(kind_names()[-1]).groups(None)[8:] == [
-        [0, 4, 5, 8], [1, 2, 3, 6], [7, 10, 11, 15], [9, 12, 13, 14]
-    ]  # fmt: skip
+    kind = find_kind(kind_names()[-1])
+    assert kind.groups(None)[8:] == [[0, 4, 5, 8], [1, 2, 3, 6], [7, 10, 11, 15], [9, 12, 13, 14]]
+    answer = np.array([2, 3, 4, 5, 4, 5, 2, 3, 3, 2, 5, 4, 5, 4, 3, 2])
+    board = np.where(range(16), 1, answer)  # one given cell
+    evaluator = kind.evaluator(Path("data/jigsaw"), metadata)  # by `accepts`
+    is_valid = evaluator.are_valid(np.tile(board, (2, 1)), np.stack([answer, np.roll(answer, 1)]))
+    assert is_valid.tolist() == [True, False]
 
 
 def test_the_command_of_a_plugins_builder_has_the_plugin(tmp_path, monkeypatch):

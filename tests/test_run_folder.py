@@ -230,7 +230,7 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch, capsy
     (repository / "tests/test.py").write_text("was = 2\n")
     for name in ("mine/lion.py", "mine/arch/gru.yaml", "own/__init__.py", "sweep.yaml"):
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
-        (repository / name).write_text("LOGGER = 1\n")
+        (repository / name).write_text("class LOGGER:\n    name = 1\n")
     load_plugins([str(repository / "own")])
     start = recorded()
     assert start["git_commit"] == commit
@@ -247,7 +247,7 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch, capsy
     assert len(diff) < 2**20 + 100
     recorded(step=7)
     assert capsys.readouterr().err == ""
-    (repository / "own/__init__.py").write_text("LOGGER = 2\n")
+    (repository / "own/__init__.py").write_text("class LOGGER:\n    name = 2\n")
     (repository / "models/mine.py").unlink()
     recorded(step=8)
     changed = "previous launch of this run: this repository, plugin_own/own/__init__.py. Training continues"

@@ -15,12 +15,13 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 import dataset.kinds
-from dataset.kinds.evaluator import Evaluator
+from dataset.kinds.evaluator import Evaluator, RowEvaluator
 from dataset.metadata import Metadata, Split
 from dataset.sets import PuzzleSet
 from runtime.plugins import defined
@@ -223,7 +224,8 @@ class Kind:
             name.
         mismatch: Function (metadata of a dataset) -> reason why the dataset cannot be of this kind, or None.
         build_evaluator: Function (dataset folder, metadata) -> evaluator. It raises ValueError if the dataset
-            cannot be evaluated.
+            cannot be evaluated. If None, a `RowEvaluator` counts the exact answers and, as `valid`, those
+            that `accepts` accepts.
         augmentation: Name in `dataset.augmentations.AUGMENTATIONS` of the transforms that make variants of
             its puzzles. None if the kind has no augmentation.
         style: How its grids are drawn.
@@ -250,7 +252,7 @@ class Kind:
 
     name: str
     mismatch: Callable[[Metadata], str | None]
-    build_evaluator: Callable[..., Evaluator]
+    build_evaluator: Callable[..., Evaluator] | None = None
     augmentation: str | None = None
     style: Style = Style()
     read_puzzles: Callable[[str], list[Puzzle]] | None = None
@@ -260,6 +262,13 @@ class Kind:
     accepts: Rules | None = None
     title: str = ""
     plural: str = "puzzles"
+
+    def evaluator(self, folder: Path, metadata: Metadata) -> Evaluator:
+        """Returns an evaluator without answers. Raises ValueError if the dataset cannot be evaluated."""
+        if self.build_evaluator is not None:
+            return self.build_evaluator(folder, metadata)
+        accepts = self.accepts
+        return RowEvaluator(self.name, lambda *cells: {} if accepts is None else {"valid": accepts(*cells)})
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
         """Returns why a dataset cannot be of this kind, such as "vocab_size is 7, not 6".
