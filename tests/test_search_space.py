@@ -77,6 +77,7 @@ def test_values_that_only_some_combinations_can_have_are_no_mistake():
         ["experiment=demo", "lr=0.00123", "evaluators=[sudoku]", "checkpoint_interval=null"],
         ["arch.L_cycles=2"],
         ["arch=trm", "arch.loss.halting_weight=0.25", f"data_path={quoted(chr(39) + 'a b, c=1')}"],
+        ["experiment=demo", "arch=trm", "data_path=" + quoted("'a b, \xfc=1")],
         ["experiment=demo", "arch=trm", "wandb_group=5"],  # TRM has no H_layers, which the experiment sets
         ["experiment=trm_sudoku_mlp", "curriculum=[{share:0.3,H_cycles:1}]", "ema=1e-05"],
     ],

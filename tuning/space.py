@@ -23,7 +23,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import Trial
 
 from config.compose import compose_overrides, compose_values, parse_overrides, split_command_line
-from config.files import FOLDER, changed_words, load_arch_defaults, load_defaults
+from config.files import FOLDER, flatten, load_arch_defaults, load_defaults
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from runtime.writing import to_yaml
@@ -244,15 +244,15 @@ def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
     overrides: Arguments key=value. Options such as --config-dir are left out.
     """
     values, experiments, groups = OmegaConf.create(), [], {}
-    parsed = _overrides_in(overrides)
-    if {"arch", "experiment"} <= {override.get_key_element().lstrip("+") for override in parsed}:
+    found = [(each.get_key_element().lstrip("+"), each.value()) for each in _overrides_in(overrides)]
+    if {"arch", "experiment"} <= dict(found).keys():
         # The experiment may be for another model, which ignores some of its values. So write all values.
         composed = compose_values(PretrainConfig, overrides)
         arch = composed["arch"]["name"]
-        usual = load_defaults("pretrain") | {"arch": load_arch_defaults(arch)}
-        parsed = _overrides_in([f"arch={arch}", *changed_words(composed, usual)])
-    for override in parsed:
-        key, value = override.get_key_element().lstrip("+"), override.value()
+        usual = flatten(load_defaults("pretrain") | {"arch": load_arch_defaults(arch)})
+        changed = [item for item in flatten(composed).items() if item[1] != usual.get(item[0], ...)]
+        found = [("arch", arch), *changed]
+    for key, value in found:
         if key == "experiment":
             experiments = [value] if value is not None else []
         elif (FOLDER / key).is_dir():
