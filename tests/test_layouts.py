@@ -218,6 +218,7 @@ def _build_divided(monkeypatch, model: HaltingModel, *, stages: int = 1, shares:
         ("no level", {"tensor_parallel_degree": 2}, "=2 needs blocks, but arch=hrm has no Level."),
         ("parameter", {}, "the parameter lm_head.constant must be torch.float32 and need a gradient."),
         ("weight", {"shares": 2}, "but L_level.layers.1.mlp.gate_up_proj.weight is L_level.layers.0"),
+        ("outside", {"shares": 2}, "but q_head.same is L_level.layers.0.mlp.down_proj.weight."),
         ("buffer", {"stages": 2}, "but L_level.layers.0.constant is one. Remove pipeline_parallel_degree."),
     ],
 )
@@ -231,6 +232,8 @@ def test_a_network_of_a_plugin_that_cannot_be_trained_or_divided_is_refused(
         model.network.lm_head.constant = torch.nn.Parameter(torch.ones(1), requires_grad=False)
     elif change == "weight":
         model.network.L_level.layers[1].mlp = model.network.L_level.layers[0].mlp
+    elif change == "outside":
+        model.network.q_head.same = model.network.L_level.layers[0].mlp.down_proj.weight
     elif change == "buffer":
         model.network.L_level.layers[0].register_buffer("constant", torch.ones(1))
     with pytest.raises(SystemExit):

@@ -84,7 +84,8 @@ def _check_network(config: PretrainConfig, network: Network, mesh: Mesh) -> None
             )
     of_blocks = tuple(f"{name}.layers." for name in levels)
     for name, first_name in shared_weights(network).items():
-        if not mesh.is_plain and name.startswith(of_blocks):
+        is_in_block = name.startswith(of_blocks) or first_name.startswith(of_blocks)
+        if not mesh.is_plain and is_in_block:
             raise ValueError(
                 f"pipeline and tensor parallelism need blocks with different weights, but {name} is "
                 f"{first_name}. Remove pipeline_parallel_degree and tensor_parallel_degree."
