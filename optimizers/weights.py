@@ -245,12 +245,19 @@ def state_numbers_per_weight(config: PretrainConfig) -> float:
     return sum(tensor_of(moment).numel() for moment in moments.values() if tensor_of(moment).ndim) / 16
 
 
-def _check_state(of_plugin: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raises ValueError if a checkpoint cannot be read into the state of an optimizer of a plugin."""
-    weight = nn.Parameter(torch.zeros(16))
+def _check_state(
+    of_plugin: type[torch.optim.Optimizer], options: dict[str, Any], device: torch.device
+) -> None:
+    """Raises ValueError if a checkpoint cannot be read into the state of an optimizer of a plugin.
+
+    device: Device of the weights, because the step of an optimizer may need a GPU.
+    """
+    weight = nn.Parameter(torch.zeros(16, device=device))
     weight.grad = torch.zeros_like(weight)
     optimizer = of_plugin([weight], **options)
     created = set(optimizer.state[weight])
+    for settings in optimizer.param_groups:
+        settings.update(step=0)  # as `Weights.update_` does
     optimizer.step()
     for name, value in optimizer.state[weight].items():
         is_tensor = isinstance(value, Tensor) and value.shape in ((), weight.shape)
@@ -274,7 +281,7 @@ def _groups_of(
         parts = [tensor_of(flat.owned[name]) for name in names]
         if (of_plugin := find_optimizer(config.optimizer)) is not None:
             options = {"lr": config.lr, "weight_decay": weight_decay, **(config.optimizer_options or {})}
-            _check_state(of_plugin, options)
+            _check_state(of_plugin, options, parts[0].device)
             optimizer = of_plugin(parts, **options)
         elif config.optimizer in ("adam_atan2", "muon"):
             optimizer = AdamATan2(flat, names, compiler_options=compiler_options, **adam)

@@ -207,6 +207,10 @@ def test_every_parameter_group_of_an_optimizer_gets_the_rate_of_the_step(monkeyp
             groups = [{"params": [first]}, {"params": rest, "weight_decay": 0.0}]
             super().__init__(groups[: 1 + bool(rest)], lr=lr, weight_decay=weight_decay)
 
+        def step(self):
+            assert all(settings["step"] == 0 for settings in self.param_groups)
+            super().step()
+
     monkeypatch.setattr("optimizers.weights.find_optimizer", lambda _: Halves)
     weights = blank_state().weights
     weights.update_(0.25, step=1)
