@@ -265,8 +265,8 @@ def _generator() -> torch.Generator:
 
 
 def _draw_weight(shape: tuple[int, ...]) -> torch.Tensor:
-    """Draws a weight in bfloat16, a dtype that a published checkpoint may have."""
-    return torch.randn(shape, generator=_generator()).bfloat16()
+    """Draws a weight with all digits of float32, in another dtype, as a checkpoint may have."""
+    return torch.randn(shape, generator=_generator()).double()
 
 
 @pytest.mark.slow
