@@ -49,7 +49,7 @@ def check_layout(config: PretrainConfig, world_size: int) -> None:
     sizes = layout_of(config, world_size)
     if config.profile and (absent := [number for number in config.profile_ranks if number >= world_size]):
         ranks = ", ".join(map(str, absent))
-        log.warning(f"profile_ranks: rank {ranks} does not exist, so it writes no trace.")
+        log.warning(f"profile_ranks: the run has no rank {ranks}. The other ranks write their traces.")
     count = world_size // sizes["tensor"]
     slots, rest = divmod(config.global_batch_size, count)
     may_be_uneven = is_elastic() and config.local_steps == 1 and sizes["pipeline"] == 1

@@ -264,7 +264,7 @@ class Kind:
     plural: str = "puzzles"
 
     def evaluator(self, folder: Path, metadata: Metadata) -> Evaluator:
-        """Returns an evaluator without answers. Raises ValueError if the dataset cannot be evaluated."""
+        """Returns a new evaluator. Raises ValueError if the dataset cannot be evaluated."""
         if self.build_evaluator is not None:
             return self.build_evaluator(folder, metadata)
         accepts = self.accepts
