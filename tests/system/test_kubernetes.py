@@ -28,7 +28,7 @@ def test_pods_save_when_one_is_preempted_and_go_on_when_started_again(tmp_path, 
     """Both pods fail then, at once, or the one that is started again would wait for the other in vain."""
     job = _DOCUMENTS[-1]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    environment = os.environ | {entry["name"]: entry["value"] for entry in container["env"]}
+    environment = os.environ | {entry["name"]: entry.get("value", "uid") for entry in container["env"]}
     assert environment["NODES"] == str(job["completions"])
     environment |= {"PROCESSES": "1", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
     environment["PATH"] = f"{REPOSITORY / '.venv' / 'bin'}:{os.environ['PATH']}"
