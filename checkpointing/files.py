@@ -163,7 +163,7 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None, *, key: str)
             f"resume={path} is not a folder. Set resume to auto, never, must, a run folder, or a step_<N> "
             "folder in one."
         )
-    if step_of(path) is not None:
+    if step_of(path) is not None and not checkpoints_in(path):  # a run folder may have such a name too
         verify_checkpoint(path)
         return path
     if original := re.fullmatch(r"(step_\d+)\.corrupt(-\d+)?", path.name):

@@ -191,6 +191,8 @@ def test_resume_modes(run, tmp_path):
     assert resume(branch, resume=str(run / "step_3")).step == 3
     save(branch, 4)
     assert resume(branch, resume=str(run / "step_3")).step == 4, "the same command again goes on"
+    named = run.rename(tmp_path / "step_9")
+    assert choose_checkpoint(run, run_config(run, resume=str(named))) == named / "step_8"
 
 
 def test_a_checkpoint_beyond_the_end_is_refused_before_anything_is_written(run, tmp_path, capsys):

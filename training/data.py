@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpointing.files import STATE_FILE, checkpoints_in, follow_step_link, read_state, step_of
+from checkpointing.files import STATE_FILE, checkpoints_in, follow_step_link, read_state
 from config.schema import PretrainConfig, StageConfig
 from dataset.description import DatasetInfo, read_info, with_candidates
 from dataset.equal import Trained, hash_training, join_repeats, trained_in_folders
@@ -287,8 +287,7 @@ def _joins_repeats(config: PretrainConfig) -> bool:
     # The value is True for a new run. A run that continues has the value in the checkpoint's state.json.
     for location in filter(None, (config.checkpoint_path, config.resume)):
         folder = follow_step_link(Path(location))
-        is_step = step_of(folder) is not None
-        for path in [folder] if is_step else reversed(checkpoints_in(folder)):
+        for path in [*reversed(checkpoints_in(folder)), folder]:
             with contextlib.suppress(ValueError):  # a damaged checkpoint: `resume` takes an earlier one
                 if (path / STATE_FILE).exists():
                     return read_state(path).get("joins_repeats") is True
