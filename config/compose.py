@@ -249,7 +249,7 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
                 "oc.env is not allowed, because configs are logged. Let the shell replace $NAME."
             )
         values = OmegaConf.to_container(composed, resolve=True)
-        for key in values.keys() & text_keys(schema) - set(schema.VERBATIM):
+        for key in values.keys() & (text_keys(schema) | {"curriculum"}) - set(schema.VERBATIM):
             values[key] = expand_home(key, values[key])
         _load_plugins_of(values)
     return values

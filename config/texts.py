@@ -59,9 +59,11 @@ def expand_home(key: str, value: Any) -> Any:
     Only the start of the path is replaced. Raises ValueError if the user or the environment variable does not
     exist.
 
-    key: Config key of the path, for the message. value: Path, or list of paths. Other values are returned
-    unchanged.
+    key: Config key of the path, for the message. value: Path, a list of values, or a dict of values, such as
+    a stage of the curriculum. Other values are returned unchanged.
     """
+    if isinstance(value, dict):
+        return {name: expand_home(f"{key}: {name}", item) for name, item in value.items()}
     if isinstance(value, list):
         return [expand_home(key, item) for item in value]
     found = _HOME.match(value) if isinstance(value, str) else None

@@ -276,6 +276,8 @@ def test_names_and_paths_are_texts_as_typed(monkeypatch, tmp_path):
         "run_${seed}": ["run_0"], "a b": ["a b"],
     }.items():  # fmt: skip
         assert _compose(f"data_path={typed}").data_path == paths
+    (stage,) = _compose("curriculum=[{data_path: ['~/x', $HOME/y], epochs: 1}]").curriculum
+    assert stage.data_path == ["/home/me/x", "/home/me/y"]
     assert _compose("checkpoint_path=null").checkpoint_path is None
 
 
