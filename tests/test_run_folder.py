@@ -96,6 +96,16 @@ def test_a_new_run_names_the_run_of_another_project_with_its_name(tmp_path, monk
     _open(old, **config)  # as advised
     assert hint not in capsys.readouterr().out
 
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if path == old / "config.yaml":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    _open(Path("checkpoints/s/r"), project_name="s", run_name="r")  # p is a folder of another user
+
 
 def test_only_what_may_change_may_change(run):
     _open(run)

@@ -87,7 +87,7 @@ def _name_runs_of_other_projects(config: PretrainConfig) -> None:
     folder = Path(config.checkpoint_path)
     others = sorted(path / folder.name for path in folder.parents[1].iterdir() if path != folder.parent)
     for other in others:
-        if (other / CONFIG_FILE).is_file():
+        if os.path.isfile(other / CONFIG_FILE):  # False, not an error, in a folder of another user
             log.info(f"{other} has the same run_name. To continue it, add checkpoint_path={other}.")
             return
 
