@@ -54,7 +54,9 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     if model is not None and current is not None:
         if model.equals(current):
             return None
-        if (match := model.match(current)) is not None:
+        match = model.match(current)
+        # The folders of the training may have other names now.
+        if match is not None and ((match.rows >= 0).all() or not is_trained_on(checkpoint, data.folders)):
             return match
     trained, num = (checkpoint.dataset_info or {}).get("metadata"), data.metadata.num_puzzle_identifiers
     has_other_size = isinstance(trained, dict) and trained.get("num_puzzle_identifiers", num) != num

@@ -17,7 +17,7 @@ from config.compose import config_with
 from config.programs import PageConfig, SolveConfig
 from dataset.files import DIGESTS, IDENTIFIERS
 from dataset.identities import Identities, identities_of, read_identities
-from dataset.mixture import open_datasets
+from dataset.mixture import fingerprint_of, open_datasets
 from evaluation.known import check_same_rows, find_match, known_puzzles
 from share.browser import prepare
 from solve import load
@@ -168,6 +168,11 @@ def test_folders_without_named_tasks_are_matched_by_their_names(sudoku_folder, t
     assert find_match(_checkpoint(path), _open(tmp_path, "easy", "hard")) is None
     assert find_match(_checkpoint(path), _open(tmp_path, "hard", "easy")).rows.tolist() == [1, 0]
     assert find_match(_checkpoint(path), _open(tmp_path, "hard")).rows.tolist() == [1]
+    (tmp_path / "data" / "hard").rename(tmp_path / "data" / "new")
+    renamed, checkpoint = _open(tmp_path, "easy", "new"), _checkpoint(path)
+    assert find_match(checkpoint, renamed).rows.tolist() == [0, -1]
+    checkpoint.fingerprint = fingerprint_of(renamed.folders)
+    assert find_match(checkpoint, renamed) is None
 
 
 def test_only_known_puzzles_are_left(folder, capsys):
