@@ -23,8 +23,8 @@ def build_local_model(
 
     Returns (model with the blocks and weights of this rank, {name: shape} of all weights before ranks divide
     them, {name: part that this rank holds} of the weights that tensor-parallel ranks divide). The initial
-    weights do not depend on the number of ranks. If tensor-parallel ranks cannot divide a weight of a block,
-    all ranks exit with status 1.
+    weights do not depend on the number of ranks. If the network of a plugin cannot be trained, or if ranks
+    cannot divide it, all ranks exit with status 1.
 
     metadata: Sizes of the dataset. `num_puzzle_identifiers` must be the number of puzzle embeddings that this
     rank holds. mesh: Process groups of this rank.
