@@ -56,7 +56,7 @@ def write_with_answers(
         test = test[np.sort(order[: options.num_test])]
     if not len(test):
         problem = "--split orbits: the first class of symmetric inputs is too large for the test split"
-        raise ValueError(f"{problem}. Choose larger puzzles, more test puzzles or another --seed.")
+        raise ValueError(f"{problem}. Choose larger puzzles or another --seed.")
     (answers, counts), (test_answers, test_counts) = map(find_answers, (train, test))
     pairs = np.stack([train.repeat(counts, axis=0), answers], axis=1)
     firsts = test_counts.cumsum() - test_counts
