@@ -25,7 +25,7 @@ def build_sets(kind: str, folder: Path, *arguments) -> dict[str, PuzzleSet]:
 
     kind: Name of the builder. arguments: Its options.
     """
-    build_dataset(kind, ["--output-dir", str(folder), *map(str, arguments)])
+    build_dataset(kind, ["--output-dir", folder, *arguments])
     data = open_dataset(folder, read_everything=True)
     return {name: split.sets["all"] for name, split in data.splits.items()}
 

@@ -55,7 +55,7 @@ def source(tmp_path) -> Path:
 
 def build(command: str, source: Path, folder: Path, *, seed: int = 5) -> dict[str, bytes]:
     kind, *words = command.replace("SOURCE", str(source)).split()
-    build_dataset(kind, [*words, "--output-dir", str(folder), "--seed", str(seed)])
+    build_dataset(kind, [*words, "--output-dir", folder, "--seed", seed])
     return files_of(folder)
 
 
@@ -87,6 +87,12 @@ def test_the_command_on_a_card_gives_the_same_bytes(source, command):
     kind, *words = shlex.split(shown, comments=True)[3:]
     build_dataset(kind, words)
     assert files_of(source / "again") == data
+
+
+def test_arguments_are_a_list():
+    message = "the arguments are a text, '--seed 7'. Pass a list, such as ['--seed', '7']."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        build_dataset("sudoku", "--seed 7")
 
 
 def test_a_builder_says_how_far_it_is(tmp_path, monkeypatch, capsys):

@@ -40,17 +40,21 @@ def builders() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def build_dataset(kind: str, arguments: Sequence[str]) -> None:
+def build_dataset(kind: str, arguments: Sequence[str | int | Path]) -> None:
     """Builds a dataset, like the command `python -m dataset.build KIND ARGUMENTS`.
 
     Args:
         kind: Name of a builder, such as "sudoku".
-        arguments: The other arguments of the command, such as ["--output-dir", "data/demo"].
+        arguments: The other arguments of the command, such as ["--seed", 7, "--output-dir", "data/demo"].
 
     Raises:
         ValueError: An argument or the source of the puzzles is not valid. The message has one line. No
             dataset is written.
     """
+    if isinstance(arguments, str):
+        words = arguments.split()
+        raise ValueError(f"the arguments are a text, {arguments!r}. Pass a list, such as {words}.")
+    arguments = list(map(str, arguments))
     import_plugins(arguments)
     if kind not in (known := builders()):
         is_option = kind.startswith("-")
