@@ -65,7 +65,7 @@ def read_grids(text: str) -> list[GridText]:
     The text is one or more grids of several lines each, or a list with a puzzle in every line. Such a line
     may also contain other fields, such as a number. If a full grid follows a puzzle and contains all of its
     clues, it becomes the `answer` of the puzzle. Raises ValueError for JSON, or if a line of a list has no
-    puzzle. Only the first line may have none, because it may contain the names of columns.
+    puzzle. Only a first line with letters may have none, because it may contain the names of columns.
     """
     if "{" in text:
         raise ValueError("it is not a list of puzzles with a character for each cell")
@@ -73,8 +73,9 @@ def read_grids(text: str) -> list[GridText]:
     found = [(number, _complete_grids(line)) for number, line in lines]
     if any(grids for _, grids in found):
         grids = []
+        names = any(map(str.isalpha, lines[0][1]))  # whether the first line may name columns
         for index, (line_number, of_line) in enumerate(found):
-            if not of_line and index:  # the first line may name columns
+            if not of_line and (index or not names):
                 raise ValueError(
                     f"line {line_number} has no Sudoku. It must have one of {list_sizes()} cells."
                 )
