@@ -21,7 +21,7 @@ from torch.utils.benchmark import Measurement, TaskSpec
 from distributed import log
 from distributed.collectives import gather_objects
 from distributed.launch import REPOSITORY
-from distributed.number_format import describe_processor
+from distributed.processor import describe_processor
 from distributed.signals import stop_signals
 from runtime.command_line import OneLineParser, integer, matching
 

@@ -1,4 +1,4 @@
-"""The number format in which a machine computes fast (`forward_dtype=auto`), and the name of its processor.
+"""The rule for `forward_dtype=auto`: the number format in which a machine computes fast.
 
 Matrix products in bfloat16 are fast on processors with bfloat16 instructions. Other processors emulate them.
 This takes 20 to 80 times as long as float32 (measured with AVX2). The rule reads properties of the machine
@@ -6,9 +6,7 @@ and measures nothing, so that the same command on the same machine always gives 
 launch.check` measures both rates, and compares them with the rule.
 """
 
-import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -87,17 +85,3 @@ def instruction_set(device: torch.device) -> str:
     if used.startswith("AVX512"):
         return next((name for name in _BFLOAT16_INSTRUCTIONS if known.get(name)), "avx512")
     return "avx2" if used == "AVX2" else "unknown"
-
-
-def describe_processor() -> str:
-    """Returns the name of this machine's CPU and its instructions, such as "AMD EPYC (avx512_bf16)"."""
-    return f"{processor_name()} ({instruction_set(torch.device('cpu'))})"
-
-
-def processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not on Linux
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from distributed import backend, log, world
 from distributed.errors import local_errors
 from distributed.launch import wait_for_all_ranks
-from distributed.number_format import describe_processor
+from distributed.processor import describe_processor
 from distributed.watchdog import Watchdog
 from distributed.world import is_main, rank, world_size
 from launch import links

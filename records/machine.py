@@ -11,7 +11,8 @@ import torch
 from config.files import format_of
 from config.schema import PretrainConfig
 from distributed.backend import choose_device
-from distributed.number_format import choose_format, instruction_set, processor_name
+from distributed.number_format import choose_format, instruction_set
+from distributed.processor import processor_name
 from runtime.formats import NumberFormat
 from runtime.reading import read_json, read_yaml
 from runtime.writing import write_json

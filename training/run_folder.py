@@ -28,7 +28,7 @@ from dataset.metadata import Dataset
 from distributed import log
 from distributed.errors import collective_errors
 from distributed.launch import check_folder_is_shared, hash_code
-from distributed.number_format import describe_processor
+from distributed.processor import describe_processor
 from distributed.world import is_main, is_under_torchrun, local_world_size, world_size
 from evaluation.known import has_rows_to_match
 from runtime.metrics_file import read_rows
