@@ -66,7 +66,7 @@ class ArchConfig(Strict):
     """The base class of every model's config: the keys that all models have, and facts about the model.
 
     Attributes:
-        title: Short name of the model in papers.
+        title: Short name of the model in papers. If "", `heading` returns the name in capital letters.
         paper: (Full name of the model, arXiv number). None if there is no paper.
         cycle_keys: Keys with a number of loops inside one call of the model, such as "H_cycles". A curriculum
             may change their values during the training.
@@ -112,6 +112,11 @@ class ArchConfig(Strict):
                 type(self).model_validate(self.model_dump() | {"forward_dtype": name})
                 formats.append(name)
         return formats
+
+    @classmethod
+    def heading(cls) -> str:
+        """Returns the title, or the name in capital letters if the class has no title, as in a plugin."""
+        return cls.title or str(_name_of(cls)).upper()
 
     def check_outputs(self, names: list[str]) -> None:
         """Raises ValueError if the model does not have one of the outputs, such as "q_continue_logits"."""

@@ -89,8 +89,8 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """The title of the model, such as "HRM". If the plugin of the model is not loaded, its arch.name."""
-        return architectures()[self._arch].title if self._arch in architectures() else self._arch
+        """The heading of the model, such as "HRM". If its plugin is not loaded, its arch.name."""
+        return architectures()[self._arch].heading() if self._arch in architectures() else self._arch
 
     @property
     def other_metrics(self) -> list[str]:

@@ -291,7 +291,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
     metadata = info.metadata
     rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=info.style.num_columns).shape
     return {
-        "arch": checkpoint.arch.title or checkpoint.arch.name.upper(),  # a plugin's model may have no title
+        "arch": checkpoint.arch.heading(),
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(parameter.numel() for parameter in model.network.parameters()),

@@ -62,7 +62,7 @@ def model_card(
     run, metrics, arch = shared["run"], read_metrics(checkpoint), checkpoint.arch.name
     data_paths = run["data_path"]
     data_name = " and ".join(_plain(Path(path).name) for path in data_paths)
-    title = f"{checkpoint.arch.title or arch.upper()} on {data_name}"
+    title = f"{checkpoint.arch.heading()} on {data_name}"
     name, paper = checkpoint.arch.paper or (arch, None)
     kind = (found := _find_kind(checkpoint)) and found.name
     folders = zip(checkpoint.find_data(), data_names, strict=True)

@@ -129,6 +129,7 @@ def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
             compose_overrides(PretrainConfig, [*_GRU, word])
     of_experiment = compose_overrides(PretrainConfig, [*_GRU, "experiment=demo"])
     assert (of_experiment.arch.name, of_experiment.arch.mlp_t) == ("gru", True)
+    assert of_experiment.arch.heading() == "GRU"  # it has no title
     monkeypatch.setattr(type(config.arch), "cycle_keys", ("H_cycles", "L_cycles"))  # without gradient_cycles
     assert compose_overrides(PretrainConfig, [*_GRU, "curriculum=[{share: 0.3, H_cycles: 1}]"]).curriculum
     monkeypatch.setattr(plugins, "_loaded", {})
